@@ -30,7 +30,8 @@ from bench.common import ROOT, fail
 USUAL = ("counts", "overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
 OTHERS = (
     "embedded", "drafters", "forced", "traces", "adaspec", "scaling", "parts", "quantization",
-    "attack", "cluster", "exactness", "whole", "room", "simulated_device", "kernels", "gpu",
+    "attack", "cluster", "exactness", "whole", "room", "simulated_device", "six_machines",
+    "kernels", "gpu",
 )  # fmt: skip
 
 

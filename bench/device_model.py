@@ -316,13 +316,13 @@ class TablePhases:
     ) -> Accepted:
         """Drafts that are what the oracle says, and its next token."""
         plan, trees, chunks = batch.plan, None, None
-        runs = None if grammar is None else grammar.runs.numpy()
+        runs = None if grammar is None else grammar.runs.numpy()[grammar.places.numpy() + 1]
         if drafted is not None:
             rows = plan.decode_rows
             found = [self._accept(row, n, drafted.tier.nodes, runs) for n, row in enumerate(rows)]
             trees = self._packed(found, drafted.tier.steps)
         if prefilled is not None and plan.final_chunks:
-            first = 0 if drafted is None else batch.trees * drafted.tier.nodes
+            first = 0 if drafted is None else len(batch.rows) * drafted.tier.nodes
             found = [
                 self._entered(chunk.row, 0, 0, [], None if runs is None else runs[first + n])
                 for n, chunk in enumerate(plan.final_chunks)

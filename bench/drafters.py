@@ -1,18 +1,19 @@
 """Every drafter on the same requests, beside plain decoding: what is accepted, and what it costs.
 
 ``python -m bench.drafters [--model DIR --draft DIR | --model NAME] [--gsm8k FILE] [--spec-bench
-FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--threshold P] [--modes MODE …] [--batch N]
-[--threads N] [--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
-(``overlap_spec.config.drafter_names``) at the embedded size and, without ``--quick``, at that of
-``0.75b``; ``--model`` is one size of your own.
+FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--rows A,B …] [--threshold P] [--modes MODE
+…] [--batch N] [--threads N] [--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
+(``overlap_spec.config.drafter_names``), and those in a row that are named, at the embedded size
+and, without ``--quick``, at that of ``0.75b``; ``--model`` is one size of your own.
 
-Requests: JSON extraction under schemas; GSM8K questions and the first turns of Spec-Bench, from
-the files given (without one they are skipped, which the record says); and a document that repeats
-itself, to be said again. Each drafter is measured in the rows of :data:`ROWS`: as a chain and as a
-tree, greedy, and as a chain with sampling at temperature 1. Any other engine setting becomes a row
-by one more line there. ``--threshold P`` adds rows at temperature 1 that accept by a threshold of P
-(``threshold_acc``), whose text is not that of plain decoding. ``--modes`` adds the greedy rows
-under each of these overlap modes; the rows without one have what the engine chooses.
+Requests: JSON extraction, each under its own schema; extraction under one schema, where values come
+again; GSM8K questions and the first turns of Spec-Bench, from the files given (without one they are
+skipped, which the record says); and a document that repeats itself, to be said again. Each drafter
+is measured in the rows of :data:`ROWS`: as a chain and as a tree, greedy, and as a chain with
+sampling at temperature 1. Any other engine setting becomes a row by one more line there.
+``--threshold P`` adds rows at temperature 1 that accept by a threshold of P (``threshold_acc``),
+whose text is not that of plain decoding. ``--modes`` adds the greedy rows under each of these
+overlap modes; the rows without one have what the engine chooses.
 
 Drafter and plain decoding take turns, workload by workload, and the one that begins changes with
 every repetition; ratios are of such pairs. A pass goes first that is not counted. Lengths are
@@ -96,6 +97,14 @@ class Row:
     sampling: Mapping[str, Any]
 
 
+VISIT: dict[str, Any] = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in ("name", "city", "job", "country")},
+    "required": ["name", "city", "job", "country"],
+    "additionalProperties": False,
+}
+# Drafters may learn of earlier answers: each pass has a salt of its own, lest they know them all.
+LEARNING: dict[str, Any] = {"slots_earlier": True}
 CHAIN: dict[str, Any] = {"num_steps": 5}
 TREE: dict[str, Any] = {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16}
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 0}
@@ -155,6 +164,8 @@ def workloads(
             Ask(f"Repeat: {document(n)}", None, size.tokens) for n in range(size.requests)
         ],
     }
+    schema = Grammar.json_schema(VISIT)
+    work["repeated schema"] = [Ask(visit(n), schema, size.tokens) for n in range(size.requests)]
     missing = {}
     files: dict[str, tuple[Path | None, str, Callable[[Any], Any]]] = {
         "GSM8K": (options.gsm8k, "--gsm8k", lambda row: row["question"]),
@@ -174,6 +185,13 @@ def workloads(
         chosen = questions[::step][: size.requests]
         work[name] = [Ask(question, None, size.tokens) for question in chosen]
     return work, missing
+
+
+def visit(number: int) -> str:
+    """A prompt to be read under :data:`VISIT`: of names all are others, of the rest few."""
+    name, city = NAMES[number % len(NAMES)], CITIES[number % 2]
+    job = ("teacher", "nurse")[number // 2 % 2]
+    return f"Extract name, city, job and country. {name} works as a {job} in {city}, Portugal."
 
 
 def document(number: int) -> str:
@@ -208,10 +226,12 @@ def checkpoints(
     return found
 
 
-def passed(engine: Engine, asks: Sequence[Ask], sampling: Mapping[str, Any]) -> dict[str, Any]:
+def passed(
+    engine: Engine, asks: Sequence[Ask], sampling: Mapping[str, Any], salt: str
+) -> dict[str, Any]:
     """One pass over a workload, as raw figures."""
     start_ns = time.perf_counter_ns()
-    result = measure(engine, asks, sampling)
+    result = measure(engine, asks, sampling, salt)
     busy = busy_ms(engine, start_ns)
     histograms = [output.stats.accept_histogram for output in result.outputs]
     return {
@@ -237,6 +257,7 @@ def run_model(
     target = {key: value for key, value in weights.items() if key != "draft"}
     folders, skipped = checkpoints(options, weights, run.console), dict[str, str]()
     names = [drafter for drafter in drafter_names() if drafter in (options.only or drafter_names())]
+    names += options.rows
     rows = rows_of(options.threshold, options.modes)
     with (
         run.progress() as progress,
@@ -244,11 +265,13 @@ def run_model(
     ):
         bar = progress.add_task(name, total=len(names) * len(rows) * len(work) * repetitions)
         for drafter in names:
-            draft = {"draft": folders[drafter]} if drafter in folders else {}
+            own = [folders[member] for member in drafter.split(",") if member in folders]
+            draft = {"draft": own[0]} if own else {}
             for row, how in rows.items():
                 progress.update(bar, description=f"{name}, {drafter}, {row}")
                 try:
-                    engine = Engine(**target, **common, **draft, **how.engine, algorithm=drafter)
+                    settings = {**draft, **how.engine, **LEARNING}
+                    engine = Engine(**target, **common, **settings, algorithm=drafter)
                 except (ConfigError, CheckpointError) as error:
                     # A record that is kept tells no folders of the machine that made it.
                     skipped[drafter] = str(error).replace(f"{ROOT}/", "")
@@ -279,7 +302,7 @@ def turns(
             yield (
                 workload,
                 repetition,
-                {side: passed(sides[side], asks, how.sampling) for side in order},
+                {s: passed(sides[s], asks, how.sampling, f"pass {repetition}") for s in order},
             )
 
 
@@ -337,6 +360,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--spec-bench", type=Path, help="Spec-Bench questions, .jsonl")
     parser.add_argument("--checkpoint", action="append", metavar="DRAFTER=DIR", help="a drafter's")
     parser.add_argument("--only", nargs="+", choices=drafter_names(), help="these drafters alone")
+    parser.add_argument(
+        "--rows", nargs="+", default=(), metavar="A,B", help="drafters in a row too"
+    )
     parser.add_argument("--threshold", type=float, help="also accept by this threshold (lossy)")
     parser.add_argument(
         "--modes", nargs="+", choices=OVERLAP_MODES, default=(), help="also in these"

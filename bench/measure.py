@@ -103,8 +103,13 @@ class Measured:
         }
 
 
-def measure(engine: Engine, asks: Sequence[Ask], sampling: Mapping[str, Any] = GREEDY) -> Measured:
+def measure(
+    engine: Engine, asks: Sequence[Ask], sampling: Mapping[str, Any] = GREEDY, salt: str = ""
+) -> Measured:
     """Submit all requests, then step until all have ended.
+
+    Args:
+        salt: The requests' ``cache_salt``.
 
     Raises:
         RequestFailed: a request ended with an error.
@@ -116,6 +121,7 @@ def measure(engine: Engine, asks: Sequence[Ask], sampling: Mapping[str, Any] = G
             ask.prompt,
             ask.grammar,
             {"complete": False, **sampling, "max_tokens": ask.max_tokens},
+            cache_salt=salt,
         )
         for ask in asks
     ]

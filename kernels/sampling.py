@@ -33,24 +33,25 @@ CACHED_LOGITS = 2**17
 
 
 @operation
-def apply_bitmask(logits: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
+def apply_bitmask(logits: Tensor, rows: Tensor, places: Tensor | None = None) -> None:
     """Set the logits of forbidden tokens to -inf, in place.
 
     Args:
         logits: ``(L, V)``, finite or NaN.
-        rows: int32 ``(L, ceil(V / 32))``, contiguous; bit ``t % 32`` of word ``t // 32`` allows
+        rows: int32 ``(M, ceil(V / 32))``, contiguous; bit ``t % 32`` of word ``t // 32`` allows
             token t.
-        index: int64, the rows to which the mask applies; None means all.
+        places: int64 ``(L,)``: which row each one's mask is, -1 where it has none; None: row by
+            row.
     """
-    if index is not None:
-        rows = rows[index]
+    index = None if places is None else (places >= 0).nonzero()[:, 0]
     # Eight tokens a byte, looked up and added: a fill by a bool mask is eight times as slow on
     # the CPU, where it is not vectorised. So many rows at a time as stay in its cache.
     table, vocab = _byte_penalties(logits.dtype, rows.device), logits.shape[1]
     block = max(1, CACHED_LOGITS // vocab)
-    for start in range(0, len(rows), block):
+    for start in range(0, len(rows if index is None else index), block):
         part = slice(start, start + block)
-        penalties = F.embedding(rows[part].view(torch.uint8).int(), table).flatten(1)[:, :vocab]
+        own = rows[part] if index is None or places is None else rows[places[index[part]]]
+        penalties = F.embedding(own.view(torch.uint8).int(), table).flatten(1)[:, :vocab]
         if index is None:
             logits[part].add_(penalties)
         else:
@@ -222,7 +223,7 @@ def sampled_probs(
 def masked_choose(
     logits: Tensor,
     rows: Tensor | None = None,
-    flags: Tensor | None = None,
+    places: Tensor | None = None,
     temperature: Tensor | None = None,
     keys: Tensor | None = None,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -231,15 +232,14 @@ def masked_choose(
 
     Args:
         logits: ``(L, V)``, finite or NaN. They may be overwritten: here by the masked ones.
-        rows: Mask rows int32 ``(L, ceil(V / 32))``, contiguous; None: nothing is masked.
-        flags: bool ``(L,)``: the rows to which the mask applies; None means all.
+        rows, places: As in :func:`apply_bitmask`; None: nothing is masked.
         temperature, keys, filters: As in :func:`choose`.
 
     Returns:
         int64 ``(L,)`` as :func:`choose` does.
     """
     if rows is not None:
-        apply_bitmask(logits, rows, None if flags is None else flags.nonzero()[:, 0])
+        apply_bitmask(logits, rows, places)
     return choose(logits, temperature, keys, filters)
 
 

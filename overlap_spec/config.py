@@ -12,6 +12,9 @@ from overlap_spec.hub import find_folder
 
 EMBEDDED = Path(__file__).parent / "embedded"
 DRAFTERS = Path(__file__).parent / "drafters"
+# What drafts for a target without a head where nobody says, and the files that this takes.
+HEADLESS = "slots,suffix"
+HEADLESS_FILES = ("row", "slots", "suffix")
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
 # The mode that fits the processor: see `overlap_spec.worker.build.overlap_mode`.
 AUTO_MODE = "auto"
@@ -83,8 +86,10 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, grammar, none, or "
-            "package.module:Class of your own; by default eagle3 if there is a draft head.",
+            "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, slots, grammar, none, or "
+            "package.module:Class of your own; or several in a row (suffix,eagle3), of which each "
+            "step has the one that is worth most; by default eagle3 if there is a draft head, else "
+            "slots,suffix.",
             ("--algorithm", "--speculative-algorithm"),
         ),
     ] = None
@@ -188,6 +193,13 @@ class EngineConfig:
             "at once has an equal share, after half of it for the public pool."
         ),
     ] = 256 * 2**20
+    slots_earlier: Annotated[
+        bool,
+        Help(
+            "slots: also draft values that earlier answers of the same grammar and cache salt had "
+            "in the same place; by default only what the request itself has."
+        ),
+    ] = False
     overlap: Annotated[
         str,
         Help(
@@ -344,9 +356,13 @@ class EngineConfig:
                 "algorithm: a drafter that is an object cannot be in several ranks' processes; "
                 "give package.module:Class"
             )
-        if ":" not in self.drafter:
-            built = (*drafter_names(), "none", "package.module:Class")
-            _one_of("algorithm", self.drafter, built)
+        row = self.drafter.split(",") if self.own_drafter is None else []
+        for name in row:
+            if ":" not in name:
+                alone = ("none",) if len(row) == 1 else ()
+                _one_of("algorithm", name, (*drafter_names(), *alone, "package.module:Class"))
+            if row.count(name) > 1:
+                raise ConfigError(f"algorithm: {name!r} is named twice; leave one out")
         _one_of("additional_properties", self.additional_properties, ADDITIONAL_PROPERTIES)
         _one_of("overlap", self.overlap, (AUTO_MODE, *OVERLAP_MODES))
         _one_of("dtype", self.dtype, DTYPES)
@@ -409,10 +425,9 @@ class EngineConfig:
                 raise ConfigError(f"{name}: the tree's file says it; leave it out")
         if self.adaptive.lower() != "static":
             raise ConfigError(f"tree: adaptive must be 'static' beside it, not {self.adaptive!r}")
-        if self.drafter in ("ngram", "suffix"):
-            raise ConfigError(
-                f"tree: the trees of {self.drafter!r} have the shape of what it finds"
-            )
+        for name in self.drafter.split(","):
+            if name in ("ngram", "suffix", "slots"):
+                raise ConfigError(f"tree: the trees of {name!r} have the shape of what it finds")
         if self.drafter == "none":
             raise ConfigError("tree: nothing is drafted without a drafter; set algorithm or draft")
 
@@ -450,14 +465,17 @@ class EngineConfig:
     def drafter(self) -> str:
         """Name of the drafter, ``none`` where nothing is drafted; of an object its class's."""
         if self.algorithm is None:
-            return "eagle3" if self.draft is not None or self.model is None else "none"
+            if self.draft is not None or self.model is None:
+                return "eagle3"
+            return (
+                HEADLESS if all((DRAFTERS / f"{n}.py").exists() for n in HEADLESS_FILES) else "none"
+            )
         if self.own_drafter is not None:
             kind = self.own_drafter
             kind = kind if isinstance(kind, type) else type(kind)
             return f"{kind.__module__}:{kind.__qualname__}"
-        if ":" in self.algorithm:
-            return self.algorithm
-        return self.algorithm.lower().replace("-", "_")
+        row = [name.strip() for name in self.algorithm.split(",")]
+        return ",".join(n if ":" in n else n.lower().replace("-", "_") for n in row)
 
     @property
     def own_drafter(self) -> Any:
@@ -470,14 +488,14 @@ class EngineConfig:
         """Folder of the draft head, if there is one; errors as for :attr:`target_path`."""
         if self.draft is not None:
             return find_folder(self.draft)
-        kind = "draft_model" if self.drafter == "draft_model" else "eagle3"
+        kind = "draft_model" if "draft_model" in self.drafter.split(",") else "eagle3"
         return EMBEDDED / kind if self.model is None else None
 
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
     support = {"__init__", "base", "fixed_tree", "grafts", "registry", "sound", "states"}
-    support |= {"head_drafter", "text_pool", "tree_drafter"}
+    support |= {"head_drafter", "row", "text_pool", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 

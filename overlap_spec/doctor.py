@@ -67,7 +67,7 @@ def examine(model: str | None, draft: str | None, algorithm: str | None = None) 
         try:
             findings.append((name, importlib.metadata.version(name), True))
         except importlib.metadata.PackageNotFoundError:
-            findings.append((name, "not installed", False))
+            findings.append((name, f"not installed: pip install {name}", False))
     if all(good for _, _, good in findings):
         findings += _device()
         findings += _weights(model, draft, algorithm)
@@ -87,8 +87,9 @@ def _device() -> list[Finding]:
         ("memory", memory(MEMORY), True),
     ]
     if not torch.cuda.is_available():
-        kernels = "torch" if not cpu.native() else "native layers"
-        kernels += " and products" if cpu.multiplies() else ""
+        kernels = "native layers" + (" and products" if cpu.multiplies() else "")
+        if not cpu.native():
+            kernels = "torch's: g++ 12 or newer (or $CXX) would compile quicker ones"
         return [*found, ("device", "cpu (no CUDA device)", True), ("kernels", kernels, True)]
     for index in range(torch.cuda.device_count()):
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
@@ -103,7 +104,7 @@ def _triton() -> Finding:
     try:
         return ("kernels", f"Triton {importlib.metadata.version('triton')}", True)
     except importlib.metadata.PackageNotFoundError:
-        return ("kernels", "a CUDA device needs the package triton", False)
+        return ("kernels", "a CUDA device needs triton: pip install triton", False)
 
 
 def cpu_features(processor: Path) -> str:
@@ -175,7 +176,7 @@ def _drafter(config: EngineConfig, target: Decoder) -> tuple[str, bool]:
         if config.algorithm is None and config.draft_path is not None:
             name = drafter_of_folder(config.draft_path)
         if name == "none":
-            return "none: plain decoding", True
+            return "none: plain decoding; --draft or --algorithm names one", True
         tables = RowTables(1, 1, target.config.vocab_size, cpu)
         drafter = load_drafter(name).build(config, target, tables, make_cache)
     except OverlapSpecError as error:

@@ -29,8 +29,8 @@ def find_folder(given: str) -> Path:
     """The folder of the checkpoint that a user calls ``given``.
 
     Args:
-        given: A folder, or ``org/name`` on the hub: the local Hugging Face cache is looked up, and
-            filled where there is a network and ``HF_HUB_OFFLINE`` is not set.
+        given: A folder, a GGUF file, or ``org/name`` on the hub: the local Hugging Face cache is
+            looked up, and filled where there is a network and ``HF_HUB_OFFLINE`` is not set.
 
     Raises:
         CheckpointError: a file, no such folder, or a name that cannot be had; says what to do.
@@ -40,10 +40,9 @@ def find_folder(given: str) -> Path:
         return path
     if path.is_file():
         if path.suffix == ".gguf":
-            raise CheckpointError(
-                f"{path} is a GGUF file, which is not read: give the folder of a Hugging Face "
-                "checkpoint (config.json and model.safetensors) or its hub name, org/name"
-            )
+            from overlap_spec.gguf.file import unpack
+
+            return unpack(path)
         raise CheckpointError(f"{path} is a file: give the folder that it is in, {path.parent}")
     if not is_hub_name(given):
         raise CheckpointError(

@@ -6,7 +6,7 @@ once, and returns what each row accepted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -53,18 +53,45 @@ class GrammarMap(Protocol):
         on."""
 
 
+class ByteStates(Protocol):
+    """A grammar's states, as the host has them (`grammar/drafting/state_table.py`): ``moves`` int32
+    ``(S, STATE_WIDTH)``, the state after each step; ``forced`` int16 ``(S,)``, the only byte that
+    can come, -1 where there is none such."""
+
+    @property
+    def moves(self) -> NDArray[np.int32]: ...
+
+    @property
+    def forced(self) -> NDArray[np.int16]: ...
+
+
+class Guide(NamedTuple):
+    """What a drafter on the host reads of a request's grammar.
+
+    ``texts``: each token's bytes. ``encode``: the tokenizer's tokens of a text inside another.
+    ``salt``: requests of one alone may learn of each other.
+    """
+
+    states: ByteStates
+    texts: Sequence[bytes]
+    encode: Callable[[str], Sequence[int]]
+    salt: str
+
+
 @dataclass(frozen=True, slots=True)
 class History:
     """A request's known tokens: its prompt and its output so far, neither copied.
 
     The output grows while the request runs. ``forced``: the likely tokens of what the grammar
-    forces behind the known ones.
+    forces behind the known ones. ``guide``: None where there is no grammar, or none in a table, or
+    the drafter reads none.
     """
 
     request_id: int
     prompt: Sequence[int]
     output: Sequence[int]
     forced: Sequence[int] = ()
+    guide: Guide | None = None
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.output)
@@ -152,10 +179,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class HostTrees:
-    """The drafted trees of a step on the host, ragged: request r owns ``offsets[r]:offsets[r+1]``.
+    """The drafted trees of a step on the host, ragged: request r owns ``offsets[r]:offsets[r+1]``,
+    the living nodes of its tree, and nothing where it has no grammar.
 
-    All arrays int64; links and parents count from the request's own node 0, -1 is none. Node 0 is
-    the last committed token.
+    All arrays int64; links count from the request's own node 0, -1 is none. Node 0 is the last
+    committed token.
     """
 
     tokens: Int64s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from html import escape
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -17,6 +18,8 @@ from overlap_spec.tiers import Tier
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 # Drafts of one request that are told of a step.
 MOST_TOLD_DRAFTS = 128
+# Of an output's text in its repr.
+SHOWN_CHARS = 60
 # Sequences of several tokens that a request's output may not have, and tokens of one.
 MOST_BANNED, BANNED_TOKENS = 256, 16
 Origin = Literal["grafted", "drafted", "bonus", "forced"]
@@ -367,3 +370,27 @@ class Output:
     warnings: tuple[str, ...] = ()
     prompt_logprobs: tuple[PromptLogprobs | None, ...] = ()
     told: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """One line: the text's beginning, how it ended, and the figures."""
+        text = self.text if len(self.text) <= SHOWN_CHARS else self.text[: SHOWN_CHARS - 1] + "…"
+        return f"<Output {text!r}: {', '.join(' '.join(told.split()) for told in self._told())}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the whole text, and beneath it the figures."""
+        figures = " · ".join(map(escape, self._told()))
+        style = "white-space: pre-wrap; margin: 0"
+        return f'<pre style="{style}">{escape(self.text)}</pre><small>{figures}</small>'
+
+    def _told(self) -> list[str]:
+        """How it ended and what it took, in words."""
+        stats = self.stats
+        told = [self.finish_reason if self.error is None else f"error: {self.error}"]
+        told.append(f"{len(self.token_ids)} token{'' if len(self.token_ids) == 1 else 's'}")
+        if stats.verifies:
+            told.append(f"accept length {stats.accept_length:.2f}")
+        if stats.output_tokens > 1:
+            told.append(f"{stats.tpot_ms:.1f} ms a token")
+        if self.verdict is not None:
+            told.append("valid" if self.verdict.valid else f"invalid: {self.verdict.reason}")
+        return [*told, *(f"warning: {warning}" for warning in self.warnings)]

@@ -36,6 +36,27 @@ T_SCHEDULER = "tests/scheduler/test_scheduler.py::"
 T_AUTO = "tests/speculation/test_auto.py::"
 MUTANTS = (
     Mutant(
+        "ranks do not compare their trees",
+        "overlap_spec/worker/messages.py",
+        "if int(told[1]) != _mark(step):",
+        "if False:",
+        ("tests/worker/test_ranks_faults.py::test_a_decision_over_other_trees_is_refused",),
+    ),
+    Mutant(
+        "graphs of drafts write to expanded tensors",
+        "overlap_spec/worker/graphs.py",
+        "tuple(x.contiguous() for x in work(*inputs))",
+        "work(*inputs)",
+        ("tests/proofs/test_recordings.py::test_a_step_replays_the_draft_that_it_wants",),
+    ),
+    Mutant(
+        "mask rows of drafts that nobody verifies go up",
+        "overlap_spec/worker/in_flight.py",
+        "living[(links[1:] + first)[linked]] = True",
+        "living[:] = True",
+        ("tests/proofs/test_masks.py::test_no_mask_row_goes_up_that_no_grammar_reads",),
+    ),
+    Mutant(
         "what is drawn after a refused draft may be that draft again",
         "overlap_spec/worker/acceptance.py",
         "gone = torch.where(tree.parents >= 0, 0.0, torch.inf)",

@@ -67,6 +67,8 @@ def cases(tiny: dict[str, Any]) -> dict[str, list[Case]]:
         )
         for name in drafter_names()
     ]
+    asks = ({"algorithm": "suffix,ngram"}, {})
+    drafters.append(Case("drafters/row.py", chain, asks, "ConfigError: algorithm 'suffix,ngram': "))
     policies = [
         Case(
             f"speculation/{name}.py",

@@ -23,39 +23,42 @@ from overlap_spec.kernels.tuning import config
 
 
 @triton.jit
-def _allowed(words, row, token, inside, WORDS: tl.constexpr):
-    """Whether each token's bit is set in mask row ``row``."""
-    word = tl.load(words + row * WORDS + token // 32, mask=inside, other=0)
-    return ((word >> (token % 32)) & 1) != 0
+def _allowed(words, places, row, token, inside, PLACED: tl.constexpr, WORDS: tl.constexpr):
+    """Whether each token's bit is set in the mask of row ``row``, or that has none."""
+    if PLACED:
+        row = tl.load(places + row)
+    word = tl.load(words + tl.maximum(row, 0) * WORDS + token // 32, mask=inside, other=0)
+    allowed = ((word >> (token % 32)) & 1) != 0
+    if PLACED:
+        allowed = allowed | (row < 0)
+    return allowed
 
 
-@triton.jit(do_not_specialize_on_alignment=["words"])
+@triton.jit(do_not_specialize_on_alignment=["words", "places"])
 def _apply_bitmask(
-    logits, words, index, vocab, row_stride,
-    WORDS: tl.constexpr, SOME: tl.constexpr, SIZE: tl.constexpr,
+    logits, words, places, vocab, row_stride,
+    PLACED: tl.constexpr, WORDS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if SOME:
-        row = tl.load(index + row)
     token = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     inside = token < vocab
-    banned = inside & (_allowed(words, row, token, inside, WORDS) == 0)
+    banned = inside & (_allowed(words, places, row, token, inside, PLACED, WORDS) == 0)
     place = logits + row * row_stride + token
     value = tl.load(place, mask=banned, other=0.0).to(tl.float32)
     # A NaN must stay one: it ends its request, and a mask must not hide it.
     tl.store(place, (value - float("inf")).to(logits.dtype.element_ty), mask=banned)
 
 
-def apply_bitmask(logits: Tensor, rows: Tensor, index: Tensor | None = None) -> None:
+def apply_bitmask(logits: Tensor, rows: Tensor, places: Tensor | None = None) -> None:
     """See :func:`overlap_spec.kernels.apply_bitmask`."""
     require_float("apply_bitmask", logits)
     vocab = logits.shape[1]
     tuned = config("apply_bitmask", logits.device)
     launch(
         _apply_bitmask,
-        (len(logits) if index is None else len(index), -(-vocab // tuned["block"])),
-        logits, rows, rows if index is None else index, vocab, logits.stride(0),
-        WORDS=rows.shape[1], SOME=index is not None, SIZE=tuned["block"],
+        (len(logits), -(-vocab // tuned["block"])),
+        logits, rows, rows if places is None else places, vocab, logits.stride(0),
+        PLACED=places is not None, WORDS=rows.shape[1], SIZE=tuned["block"],
         num_warps=tuned["num_warps"],
     )  # fmt: skip
 
@@ -107,15 +110,13 @@ def _exponential(key, token):
 
 
 @triton.jit
-def _read(logits, words, flags, row, row_stride, token, inside,
-          MASKED: tl.constexpr, FLAGGED: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
+def _read(logits, words, places, row, row_stride, token, inside,
+          MASKED: tl.constexpr, PLACED: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """Logits of a row in float32, those of forbidden tokens at -inf, NaN kept."""
     value = tl.load(logits + row * row_stride + token, mask=inside, other=-float("inf"))
     value = value.to(tl.float32)
     if MASKED:
-        allowed = _allowed(words, row, token, inside, WORDS)
-        if FLAGGED:
-            allowed = allowed | (tl.load(flags + row) == 0)
+        allowed = _allowed(words, places, row, token, inside, PLACED, WORDS)
         value = tl.where(allowed, value, value - float("inf"))
     return value
 
@@ -129,17 +130,17 @@ def _perturbed(value, temperature, keys, row, token):
     return value
 
 
-@triton.jit(do_not_specialize_on_alignment=["words", "flags"])
+@triton.jit(do_not_specialize_on_alignment=["words", "places"])
 def _survey(
-    logits, words, flags, temperature, keys, bests, tokens, vocab, row_stride,
-    MASKED: tl.constexpr, FLAGGED: tl.constexpr, SAVED: tl.constexpr, NOISY: tl.constexpr,
+    logits, words, places, temperature, keys, bests, tokens, vocab, row_stride,
+    MASKED: tl.constexpr, PLACED: tl.constexpr, SAVED: tl.constexpr, NOISY: tl.constexpr,
     WORDS: tl.constexpr, CHUNKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """A chunk's maximum, perturbed where asked (NaN if it holds one), and where that is."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = chunk * SIZE + tl.arange(0, SIZE)
     inside = token < vocab
-    value = _read(logits, words, flags, row, row_stride, token, inside, MASKED, FLAGGED, WORDS)
+    value = _read(logits, words, places, row, row_stride, token, inside, MASKED, PLACED, WORDS)
     if SAVED:
         place = logits + row * row_stride + token
         forbidden = inside & (value == -float("inf"))
@@ -212,7 +213,7 @@ LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 def masked_choose(
     logits: Tensor,
     rows: Tensor | None = None,
-    flags: Tensor | None = None,
+    places: Tensor | None = None,
     temperature: Tensor | None = None,
     keys: Tensor | None = None,
     filters: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -234,14 +235,14 @@ def masked_choose(
     tokens = torch.empty(count, chunks, dtype=torch.int32, device=logits.device)
     out = torch.empty(count, dtype=torch.int64, device=logits.device)
     words = tokens if rows is None else rows
-    marks = words if flags is None else flags.view(torch.uint8)
+    own = words if places is None else places
     heat, noise = (temperature, keys) if sampled else (bests, out)
     limits = filters if filtered and filters is not None else (bests, bests, bests)
     options = {"CHUNKS": chunks, "SIZE": size, "num_warps": tuned["num_warps"]}
     launch(
         _survey, (count, chunks),
-        logits, words, marks, heat, noise, bests, tokens, vocab, logits.stride(0),
-        MASKED=rows is not None, FLAGGED=flags is not None,
+        logits, words, own, heat, noise, bests, tokens, vocab, logits.stride(0),
+        MASKED=rows is not None, PLACED=places is not None,
         WORDS=1 if rows is None else rows.shape[1],
         SAVED=filtered and rows is not None, NOISY=sampled and not filtered, **options,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,7 +99,12 @@ def bench(
             for a in r.answers
         ]
         write(output, {**told, "servers": rounded(found), "samples": samples})
-    Console().print(table_of(found))
+    out = Console()
+    labels = short_names(found)
+    for name, label in labels.items():
+        if name != label:
+            out.print(f"{label}: {name}", highlight=False, soft_wrap=True)
+    out.print(table_of({labels[name]: modes for name, modes in found.items()}))
     faults = [answer.fault for each in rounds for answer in each.answers if answer.fault]
     if faults:
         console.print(f"{len(faults)} faults, the first: {faults[0]}", highlight=False)
@@ -137,30 +142,44 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
         raise ConfigError(f"--json {path}: {reason(error)}") from None
 
 
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Each server's name → what a table calls it: a URL would take the figures' room."""
+    return {
+        name: f"server {number}" if "://" in name else name for number, name in enumerate(names, 1)
+    }
+
+
 def table_of(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
-    """Server → mode → figures, for reading; ``ratio`` where there is one."""
+    """Server → mode → figures, for reading: a column each; ``ratio`` where there is one."""
     from rich.table import Table
 
-    compared = any("ratio" in figures for modes in found.values() for figures in modes.values())
-    heads = ("server", "loop", "req/s", "tok/s", *(("first ÷ this",) if compared else ()))
-    times = ("TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "ITL p50 / p99 ms")
-    table = Table(*heads, *times, "valid", "accept")
-    for server, modes in found.items():
-        for mode, figures in modes.items():
-            ratio, accept = figures.get("ratio"), figures["accept_length"]
-            valid = figures["valid_share"]
-            pairs = [
-                f"{figures[name]['p50']:.1f} / {figures[name]['p99']:.1f}" if figures[name] else "-"
-                for name in ("ttft_ms", "tpot_ms", "itl_ms")
-            ]
-            table.add_row(
-                server,
-                mode,
-                f"{figures['requests_per_second']:.2f}",
-                f"{figures['output_tokens_per_second']:.1f}",
-                *((f"{ratio['median']:.2f}" if ratio else "-",) if compared else ()),
-                *pairs,
-                "-" if valid is None else f"{valid:.1%}",
-                "-" if accept is None else f"{accept:.2f}",
-            )
+    columns = [(name, mode, each) for name, modes in found.items() for mode, each in modes.items()]
+    table = Table("", *(f"{server}\n{mode} loop" for server, mode, _ in columns))
+    for name, show in ROWS.items():
+        cells = [show(figures) for *_, figures in columns]
+        if any(cells) or name != RATIO:
+            table.add_row(name, *(cell or "-" for cell in cells))
     return table
+
+
+def pair(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """Median and 99th percentile of a time in ms; empty where there is none."""
+    return lambda figures: "{p50:.1f} / {p99:.1f}".format(**figures[name]) if figures[name] else ""
+
+
+def one(name: str, form: str) -> Callable[[Mapping[str, Any]], str]:
+    """A number in its form; empty where there is none."""
+    return lambda figures: "" if figures[name] is None else format(figures[name], form)
+
+
+RATIO = "first ÷ this"
+ROWS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "req/s": one("requests_per_second", ".2f"),
+    "tok/s": one("output_tokens_per_second", ".1f"),
+    RATIO: lambda figures: f"{figures['ratio']['median']:.2f}" if figures.get("ratio") else "",
+    "TTFT p50 / p99 ms": pair("ttft_ms"),
+    "TPOT p50 / p99 ms": pair("tpot_ms"),
+    "ITL p50 / p99 ms": pair("itl_ms"),
+    "valid": one("valid_share", ".1%"),
+    "accept": one("accept_length", ".2f"),
+}

@@ -22,6 +22,11 @@ def doctor(**paths: Any) -> None:
     findings = examine(**paths)
     for what, finding, good in findings:
         table.add_row(what, finding, "[green]yes[/]" if good else "[red]no[/]")
-    Console().print(table)
-    if not all(good for _, _, good in findings):
+    console = Console()
+    console.print(table)
+    wrong = [f"{what}: {finding}" for what, finding, good in findings if not good]
+    if wrong:
+        for line in ("to mend:", *wrong):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1)
+    console.print('all is fine; try: overlap-spec generate "Hello"', highlight=False)

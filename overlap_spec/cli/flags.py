@@ -69,6 +69,7 @@ SERVING_ENGINE_FLAGS = {
     "ngram_keep_all": SPECULATION,
     "ngram_use_oldest": SPECULATION,
     "ngram_pool_bytes": SPECULATION,
+    "slots_earlier": SPECULATION,
 }
 # Flags that the environment may have instead, which other processes cannot see.
 FROM_ENVIRONMENT = ("api_key", "admin_api_key")

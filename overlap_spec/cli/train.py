@@ -29,7 +29,8 @@ def train(
         float | None, typer.Option(help="Passes over the data; 1 by default.")
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Length of the training, in place of epochs.")
+        float | None,
+        typer.Option(help="From start to end, answers and check too; in place of epochs."),
     ] = None,
     own_answers: Annotated[
         bool, typer.Option("--own-answers", help="Learn from the target's own greedy answers.")
@@ -96,6 +97,13 @@ def show(found: Acceptance, out: Path) -> None:
         table.add_row(str(place), str(tried), f"{share:.3f}")
     console = Console()
     console.print(table)
+    if not any(found.accepted):
+        console.print(
+            "none of its drafts was accepted: with this head decoding is slower than without. "
+            "Give it more --minutes or --epochs, or prompts like those that it will see.",
+            style="yellow",
+            soft_wrap=True,
+        )
     console.print(
         f"accept length {found.length:.2f} with a chain of {len(found.tried)}; head: {out}",
         highlight=False,

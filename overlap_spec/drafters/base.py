@@ -152,11 +152,23 @@ class Drafter(nn.Module, ABC):
         recorded: Whether both methods may be recorded. What a recorded drafter takes in of prompts
             may run beside what it takes in of trees, which are other rows.
         host: Whether it drafts on the host, by :meth:`propose` in place of :meth:`draft`.
+        guided: Whether it reads the :attr:`History.guide` of requests there.
     """
 
     feature_layers: tuple[int, ...] = ()
     recorded: ClassVar[bool] = True
     host: ClassVar[bool] = False
+    guided: bool = False
+
+    @property
+    def behind(self) -> Drafter | None:
+        """Of a drafter that is ``host``: what drafts on the device where it proposes nothing."""
+        return None
+
+    @property
+    def built_in(self) -> bool:
+        """Whether it is of this project, so that its drafts need no checks."""
+        return type(self).__module__.startswith("overlap_spec.drafters.")
 
     @classmethod
     @abstractmethod

@@ -15,17 +15,20 @@ from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.mtp import find_modules
 from overlap_spec.models.tensors import tensor_names
 
+ROW = "overlap_spec.drafters.row:RowDrafter"
+
 
 def load_drafter(name: str) -> type[Drafter]:
     """The drafter's class.
 
     Args:
-        name: As :attr:`overlap_spec.config.EngineConfig.drafter` says it.
+        name: As :attr:`overlap_spec.config.EngineConfig.drafter` says it; of several in a row the
+            class that joins them.
 
     Raises:
         ConfigError: there is no such drafter, or what the name leads to is none.
     """
-    module, _, wanted = name.partition(":")
+    module, _, wanted = (ROW if "," in name else name).partition(":")
     if not wanted and module not in drafter_names():
         raise ConfigError(f"no drafter is called {name!r}; built: {', '.join(drafter_names())}")
     path = module if wanted else f"overlap_spec.drafters.{module}"

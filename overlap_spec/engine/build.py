@@ -26,7 +26,7 @@ from overlap_spec.tiers import Tier
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.worker.build import Room, build_streams, build_worker, overlap_mode
-from overlap_spec.worker.graphs import padded_size
+from overlap_spec.worker.graphs import graph_size
 from overlap_spec.worker.jobs import prepare
 from overlap_spec.worker.warm_up import warm_up
 
@@ -59,7 +59,8 @@ def build(config: EngineConfig, tokenizer: Tokenizer) -> tuple[EngineCore, Gramm
     except BaseException:
         compiler.close()
         raise
-    compiler.makes_states = core.worker.traits.reads_states
+    traits = core.worker.traits
+    compiler.makes_states = traits.reads_states or traits.guided
     return core, compiler
 
 
@@ -138,7 +139,7 @@ def batches(config: EngineConfig, policy: LengthPolicy, tiers: Iterable[Tier]) -
     rows, found = config.max_running_requests, {}
     for tier in tiers:
         most = policy.largest_batch(tier.own) or rows
-        found[tier] = padded_size(min(most, rows))
+        found[tier] = graph_size(min(most, rows))
     return found
 
 

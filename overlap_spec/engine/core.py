@@ -129,7 +129,7 @@ class EngineCore:
             self.worker.do(clear, untrusted)
         kept: list[Run] | None = None
         step = self.worker.upload(plan)
-        if self.worker.traits.drafts_on_host:
+        if self.worker.traits.drafts_on_host and plan.tier.steps:
             kept = self._results(last)
         self.worker.draft(step, self._histories(plan))
         ahead = self.worker.traits.verifies_ahead

@@ -43,7 +43,8 @@ class GrammarDrafts:
 
     def __init__(self, worker: Worker, pool: MatcherPool, vocabulary: Vocabulary) -> None:
         self._worker, self._pool = worker, pool
-        self._parts = Parts(COMMON_STATES, STATES), Parts(0, (worker.rows + 1) * TRIE_NODES)
+        states = STATES if worker.traits.reads_states else 0
+        self._parts = Parts(COMMON_STATES, states), Parts(0, (worker.rows + 1) * TRIE_NODES)
         self._ahead: dict[int, int] = {}
         if worker.traits.reads_states:
             steps = token_steps(vocabulary.text, vocabulary.stop_ids)
@@ -69,8 +70,10 @@ class GrammarDrafts:
 
     def note(self, request_ids: Sequence[int], trees: HostTrees, told: Int32s) -> None:
         """Take in what the lane told ``(nodes, TOLD)`` of the nodes of a step's trees."""
-        longest = np.maximum.reduceat((told[:, :RUN_TOKENS] >= 0).sum(1), trees.offsets[:-1])
-        self._ahead = dict(zip(request_ids, longest.tolist(), strict=True))
+        (full,) = np.diff(trees.offsets).nonzero()
+        longest = np.maximum.reduceat((told[:, :RUN_TOKENS] >= 0).sum(1), trees.offsets[full])
+        ids = [request_ids[n] for n in full.tolist()]
+        self._ahead = dict(zip(ids, longest.tolist(), strict=True))
 
     def sizes(self, sequences: Sequence[SequenceState], tier: Tier) -> list[int]:
         """Nodes, root included, of the largest tree that the grammar can make of each request's

@@ -10,11 +10,13 @@ from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.automata.search import TextSearch, search
 from overlap_spec.grammar.contract import CompiledGrammar, Matcher
 from overlap_spec.grammar.drafting.few_texts import OutputTries
+from overlap_spec.grammar.drafting.text_tokens import TextTokens
 from overlap_spec.grammar.reasoning.matcher import ReasoningMatcher
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
 from overlap_spec.grammar.room.room import Room
 from overlap_spec.scheduler.sequence import UNTOLD, Sequence
 from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.steps import Guide
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
 from overlap_spec.worker.extras.base import Surroundings, extras_of
@@ -38,6 +40,7 @@ class SequenceMaker:
         longest = min(limits.context_tokens, limits.cache_tokens)
         self._surroundings = Surroundings(tokenizer.vocabulary, tokenizer.encode, longest)
         self._output_tries = OutputTries(tokenizer.vocabulary, tokenizer.encode)
+        self._inside = TextTokens(tokenizer.vocabulary, tokenizer.encode)
         self._ids = itertools.count()
 
     def make(
@@ -63,6 +66,9 @@ class SequenceMaker:
         if compiled is not None:
             trie = self._output_tries.of(grammar) if self._tries else None
             sequence.maps = compiled.states, trie
+            if compiled.states is not None:
+                told = self._tokenizer.vocabulary.text, self._inside, request.cache_salt
+                sequence.guide = Guide(compiled.states, *told)
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
         return sequence

@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
+from overlap_spec.gguf import file as gguf
 from overlap_spec.models.config import read_json
-from overlap_spec.models.dequantize import Grouped, Scheme, read_scheme
+from overlap_spec.models.dequantize import Grid, Grouped, Scheme, read_scheme
 
 T = TypeVar("T")
 
@@ -76,6 +77,8 @@ def read_tensors(path: Path, as_stored: Collection[str] = ()) -> Iterator[tuple[
 def grid_names(path: Path) -> dict[str, int]:
     """The weights of the checkpoint in folder ``path`` that can be read as a :class:`Grid`, and how
     many groups a row has, without reading them."""
+    if (path / gguf.LINK).exists():
+        return {name: groups for name, (groups, _) in gguf.grids(path / gguf.LINK).items()}
     scheme = scheme_of(path)
     if not isinstance(scheme, Grouped):
         return {}
@@ -95,6 +98,8 @@ def grid_names(path: Path) -> dict[str, int]:
 
 
 def _shards(path: Path) -> list[Path]:
+    if (path / gguf.LINK).exists():
+        return [path / gguf.LINK]
     for single in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{single}.index.json"
         if index.exists():
@@ -110,6 +115,9 @@ def _stored(path: Path, as_stored: Collection[str] = ()) -> Iterator[Stored]:
     shards, scheme = _shards(path), scheme_of(path)
     if scheme is None:
         for shard in shards:
+            if shard.name == gguf.LINK:
+                yield from _of_gguf(shard, as_stored)
+                continue
             with ExitStack() as files:
                 yield from _opened(shard, files)
         return
@@ -131,6 +139,23 @@ def _opened(shard: Path, files: ExitStack) -> Iterator[Stored]:
         raise CheckpointError(f"{shard} cannot be read: {error}") from None
     for name in file.keys():  # noqa: SIM118 (not a mapping)
         yield Stored(name, partial(file.get_tensor, name), file.get_slice(name).get_shape)
+
+
+def _of_gguf(shard: Path, as_stored: Collection[str]) -> Iterator[Stored]:
+    grids = gguf.grids(shard) if as_stored else {}
+    for name, read, shape in gguf.stored(shard):
+        if name in as_stored:
+            yield from _parts(name, Grid(*grids[name][1]()))
+        else:
+            yield Stored(name, read, partial(_itself, shape))
+
+
+def _parts(weight: str, grid: Grid) -> Iterator[Stored]:
+    """The three parts of a grid, in place of its weight."""
+    for name, tensor in grid._asdict().items():
+        yield Stored(
+            f"{weight.removesuffix('weight')}{name}", partial(_itself, tensor), tensor.size
+        )
 
 
 def _grouped(
@@ -163,10 +188,7 @@ def _assembled(
     for weight, parts in groups.items():
         if weight in as_stored:
             assert isinstance(scheme, Grouped)
-            grid = _read(weight, parts, scheme, scheme.grid)
-            for name, tensor in grid._asdict().items():
-                kept = f"{weight.removesuffix('weight')}{name}"
-                yield Stored(kept, partial(_itself, tensor), tensor.size)
+            yield from _parts(weight, _read(weight, parts, scheme, scheme.grid))
             continue
         whole = partial(_read, weight, parts, scheme, scheme.weight)
         yield Stored(weight, whole, partial(_shape, parts, scheme))
@@ -202,5 +224,5 @@ def _pickled(shard: Path) -> dict[str, Tensor]:
     return state
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def _itself(value: T) -> T:
+    return value

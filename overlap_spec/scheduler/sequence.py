@@ -9,7 +9,7 @@ from typing import Any
 from overlap_spec.scheduler.prefix import Node
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.stats import RequestStats, Standing, State
-from overlap_spec.steps import Chunk, GrammarMap, History, RowResult
+from overlap_spec.steps import Chunk, GrammarMap, Guide, History, RowResult
 from overlap_spec.tiers import Tier
 from overlap_spec.types import FinishReason, Request, TokenLogprobs
 
@@ -27,8 +27,9 @@ class Sequence:
     under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
     waits; ``last_step`` is the last that it is part of. ``maps``: what drafts read of its
     grammar, where it has such: its table of states, and the trie of the texts that its whole
-    output can be. ``extras``: the optional parts that it asks for, by name;
-    `overlap_spec/worker/extras/base.py` has their contract.
+    output can be. ``guide``: what drafters on the host read of it. ``extras``: the
+    optional parts that it asks for, by name; `overlap_spec/worker/extras/base.py` has their
+    contract.
     ``untrusted``: its pages may hold what is no number. ``warnings``: what is not kept of what was
     asked for.
     """
@@ -52,6 +53,7 @@ class Sequence:
     error: Exception | None = None
     stats: RequestStats = field(default_factory=RequestStats)
     maps: tuple[GrammarMap | None, GrammarMap | None] = (None, None)
+    guide: Guide | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     untrusted: bool = False
     warnings: tuple[str, ...] = ()
@@ -126,7 +128,7 @@ class Sequence:
     @property
     def history(self) -> History:
         """Its known tokens, as a drafter on the host reads them."""
-        return History(self.request.id, self.request.prompt_ids, self.output_ids)
+        return History(self.request.id, self.request.prompt_ids, self.output_ids, (), self.guide)
 
     def fail(self, error: Exception) -> None:
         """End this sequence, and only this one, with an error."""

@@ -27,6 +27,7 @@ from overlap_spec.server.service import (
     findings,
     interleaved,
     new_id,
+    speculation,
     stop_reason,
     usage,
 )
@@ -77,7 +78,8 @@ class ChatFormatter(Format):
             told = outputs[0].prompt_logprobs
             shown = prompt_logprobs(self.tokenizer, request.prompt_ids, told, top)
             head |= {"prompt_logprobs": shown}
-        return head | {"choices": choices, "usage": usage(outputs, [request])}
+        usages = {"usage": usage(outputs, [request])} | speculation(outputs)
+        return head | {"choices": choices} | usages
 
     async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
         """The reply in chunks: for each choice its role, its deltas, and its finish reason."""
@@ -110,7 +112,8 @@ class ChatFormatter(Format):
                 yield head | {"choices": [choice]}
         if self.body.include_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]
-            yield head | {"choices": [], "usage": usage(outputs, [handles[0].request])}
+            usages = {"usage": usage(outputs, [handles[0].request])} | speculation(outputs)
+            yield head | {"choices": []} | usages
 
     def _head(self, kind: str) -> dict[str, Any]:
         created = int(time.time())

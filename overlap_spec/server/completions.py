@@ -24,6 +24,7 @@ from overlap_spec.server.service import (
     findings,
     interleaved,
     new_id,
+    speculation,
     stop_reason,
     usage,
 )
@@ -107,7 +108,8 @@ class CompletionFormatter(Format):
             told = outputs[index - index % self._count].prompt_logprobs
             request = self.requests[index // self._count]
             choices.append(self._choice(index, output, request, told))
-        return self.head | {"choices": choices, "usage": usage(outputs, self.requests)}
+        usages = {"usage": usage(outputs, self.requests)} | speculation(outputs)
+        return self.head | {"choices": choices} | usages
 
     def _choice(self, index: int, output: Output, request: Request, told: Any) -> dict[str, Any]:
         shown, eos_ids = None, self.tokenizer.eos_ids
@@ -150,7 +152,8 @@ class CompletionFormatter(Format):
                 yield head | {"choices": [choice]} | extra
         if with_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]
-            yield head | {"choices": [], "usage": usage(outputs, self.requests)}
+            usages = {"usage": usage(outputs, self.requests)} | speculation(outputs)
+            yield head | {"choices": []} | usages
 
     def _echo(self, prompt: str | list[int]) -> str:
         if not self.body.echo:

@@ -17,7 +17,7 @@ from overlap_spec.server.conversation import Conversation, rendering_of
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.events import Wire
 from overlap_spec.server.protocol.messages import CountBody, MessagesBody
-from overlap_spec.server.service import Format, Service, findings, interleaved, new_id
+from overlap_spec.server.service import Format, Service, findings, interleaved, new_id, speculation
 from overlap_spec.types import Output
 
 Event = dict[str, Any]
@@ -78,7 +78,7 @@ class MessageFormatter(Format):
         for piece in self._conversation.assembler().take(output):
             self._writer.push(piece)
         self._writer.finish()
-        ended = self._ended(output) | {"usage": _usage(output)}
+        ended = self._ended(output) | {"usage": _usage(output)} | speculation(outputs)
         return self._head | {"content": self._writer.blocks, **ended, **findings(output)}
 
     async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Event]:
@@ -96,6 +96,7 @@ class MessageFormatter(Format):
             yield event
         output = await handle.finish()
         ended = {"delta": self._ended(output), "usage": _usage(output), **findings(output)}
+        ended |= speculation([output])
         yield {"type": "message_delta", **ended}
         yield {"type": "message_stop"}
 

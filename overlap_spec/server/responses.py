@@ -16,7 +16,7 @@ from overlap_spec.server.errors import ApiError
 from overlap_spec.server.events import Wire
 from overlap_spec.server.logprobs import chat_logprobs, cut_stop, without_stop
 from overlap_spec.server.protocol.responses import ResponsesBody
-from overlap_spec.server.service import Format, Service, findings, interleaved, new_id
+from overlap_spec.server.service import Format, Service, findings, interleaved, new_id, speculation
 from overlap_spec.types import FinishReason, Output, TokenLogprobs
 
 Event = dict[str, Any]
@@ -152,7 +152,7 @@ class ResponseFormatter(Format):
             "output": list(self._writer.items) if output is not None else [],
             "usage": None if output is None else self._usage(output),
             **ended,
-            **({} if output is None else findings(output)),
+            **({} if output is None else findings(output) | speculation([output])),
         }
 
     def _usage(self, output: Output) -> dict[str, Any]:

@@ -355,19 +355,50 @@ def new_id(prefix: str) -> str:
 
 
 def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
-    """OpenAI's usage; a prompt with several outputs counts once. ``narrowed_tokens`` is ours: what
-    was chosen so that outputs come to their end within their room, where any was."""
+    """OpenAI's usage; a prompt with several outputs counts once. Its names of predicted tokens tell
+    of drafts, where any were verified. ``narrowed_tokens`` is ours: what was chosen so that outputs
+    come to their end within their room, where any was."""
     prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
     output_tokens = sum(output.stats.output_tokens for output in outputs)
     cached = sum(output.stats.cached_tokens for output in outputs)
     narrowed = sum(output.stats.narrowed_tokens for output in outputs)
+    drafted = sum(output.stats.drafted_tokens for output in outputs)
+    accepted = sum(output.stats.accepted_drafts for output in outputs)
+    details: dict[str, int] = {}
+    if drafted:
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = drafted - accepted
+    if narrowed:
+        details["narrowed_tokens"] = narrowed
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt_tokens)},
-        **({"completion_tokens_details": {"narrowed_tokens": narrowed}} if narrowed else {}),
+        **({"completion_tokens_details": details} if details else {}),
     }
+
+
+def speculation(outputs: Sequence[Output]) -> dict[str, Any]:
+    """``metrics`` of a reply with one output, where drafts of it were verified, as vLLM names them
+    (its ``--per-request-spec-decode-metrics summary``).
+
+    Entry j of ``acceptance_histogram`` is the number of verifies that accepted j drafts;
+    ``num_spec_tokens`` the most that one did, since lengths are chosen from step to step.
+    """
+    if len(outputs) != 1 or not outputs[0].stats.drafted_tokens:
+        return {}
+    stats = outputs[0].stats
+    told = {
+        "mean_acceptance_length": 1 + stats.accepted_drafts / stats.verifies,
+        "draft_acceptance_rate": stats.accept_rate,
+        "acceptance_histogram": list(stats.accept_histogram),
+        "num_spec_steps": stats.verifies,
+        "num_accepted_draft_tokens": stats.accepted_drafts,
+        "num_draft_tokens": stats.drafted_tokens,
+        "num_spec_tokens": len(stats.accept_histogram) - 1,
+    }
+    return {"metrics": {"speculative_decoding": told}}
 
 
 async def until_disconnect(

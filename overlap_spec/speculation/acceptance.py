@@ -7,17 +7,14 @@ product of theirs; the bonus token counts one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
 from typing import Any
 
 # Share accepted of a depth that has not been drafted yet.
 PRIOR_RATE = 0.7
-# Trials that the rate of the depth before is worth, and those of what a chain says of a tree.
-DEPTH_TRIALS, FAMILY_TRIALS = 4.0, 4.0
-# A tree's children are accepted as often as this many independent children would be, but save at
-# most this share of what a chain is refused, until known: where drafts are good, what fails often
-# fails for all of a node's children.
-TREE_CHILDREN, TREE_SAVES = 1.6, 0.35
+# Trials that the rate of the depth before is worth, or what a chain says of a tree.
+LEAN_TRIALS = 4.0
+# Of a run's accepted drafts, where the rates leave none.
+LEAST_VARIANCE = 0.05
 BINS = 10
 BIN_TRIALS = 4.0
 BIN_KEPT = 0.995
@@ -31,17 +28,11 @@ class DepthCounts:
 
     Args:
         depths: The deepest draft.
-        keep: Weight that older verifies keep at a new one.
     """
 
-    def __init__(self, depths: int, keep: float) -> None:
-        self.keep = keep
+    def __init__(self, depths: int) -> None:
         self.tried = [0.0] * depths
         self.passed = [0.0] * depths
-
-    def fade(self) -> None:
-        """Let older verifies weigh less."""
-        self.scale(self.keep)
 
     def add(self, steps: int, accepted: int) -> None:
         """Take in one run."""
@@ -54,26 +45,23 @@ class DepthCounts:
         self.tried = [tried * weight for tried in self.tried]
         self.passed = [passed * weight for passed in self.passed]
 
-    def restart(self, other: DepthCounts) -> None:
-        """Begin anew from what another saw."""
-        self.tried, self.passed = list(other.tried), list(other.passed)
+    def take(self, other: DepthCounts, runs: float) -> None:
+        """Begin with what another saw, as if it were so many runs at most."""
+        self.tried, self.passed = other.tried, other.passed
+        self.scale(min(1.0, runs / max(other.tried[0], runs)))
 
-    def rates(
-        self, steps: int, lean: Sequence[float] | None = None
-    ) -> tuple[list[float], list[float]]:
+    def rates(self, lean: Sequence[float] | None = None) -> tuple[list[float], list[float]]:
         """Conditional acceptance of each depth, and how many trials each is worth.
 
         Args:
             lean: Rates that another family foretells; None: each depth leans on the one before.
         """
         rates, trials, before = [], [], PRIOR_RATE
-        prior = DEPTH_TRIALS if lean is None else FAMILY_TRIALS
-        for depth in range(steps):
+        for depth, tried in enumerate(self.tried):
             guess = before if lean is None else lean[depth]
-            tried = self.tried[depth]
-            before = (self.passed[depth] + prior * guess) / (tried + prior)
+            before = (self.passed[depth] + LEAN_TRIALS * guess) / (tried + LEAN_TRIALS)
             rates.append(before)
-            trials.append(tried + prior)
+            trials.append(tried + LEAN_TRIALS)
         return rates, trials
 
 
@@ -105,25 +93,14 @@ def variance(rate: float, trials: float) -> float:
     return smooth * (1 - smooth) / (trials + 1)
 
 
-def wider(rate: float, children: float, saves: float = 1.0) -> float:
-    """Chance that one of a node's children is accepted, where its best is at ``rate``."""
-    rate = min(rate, 0.999)
-    return float(rate + (1 - rate) * min(saves, 1 - (1 - rate) ** (children - 1)))
-
-
-def narrower(rate: float, children: float, saves: float = 1.0) -> float:
-    """What :func:`wider` was asked with."""
-    found = 1 - (1 - min(rate, 0.999)) ** (1 / children)
-    if saves < 1:
-        # Above where the share is reached, what is saved is the larger of both.
-        found = max(found, (rate - saves) / (1 - saves))
-    return float(found)
-
-
-def children(tree: float, chain: float) -> float:
-    """What :func:`wider` was asked with, in credible bounds."""
-    most = log(1 - min(max(tree, 0.001), 0.999)) / log(1 - min(max(chain, 0.001), 0.999))
-    return min(max(most, 1.0), 3.0)
+def run_variance(rates: Sequence[float]) -> float:
+    """Of a run's accepted drafts; never 0, however sure the rates are."""
+    share, accepted, squares = 1.0, 0.0, LEAST_VARIANCE
+    for depth, rate in enumerate(rates):
+        share *= rate
+        accepted += share
+        squares += (2 * depth + 1) * share
+    return squares - accepted**2
 
 
 class Calibration:

@@ -30,7 +30,7 @@ OFFSET_SHARE, OFFSET_MOST = 0.3, 0.15
 # Milliseconds by which tiers differ in a step beside what their passes take by themselves.
 BESIDE_MS = 0.3
 # What is added to that by the logarithm of how far a step is beyond all that was measured.
-BEYOND_SPREAD = 0.2
+BEYOND_SPREAD = 0.1
 # An observation more deviations away than this tells mostly of the machine's load.
 CREDIBLE = 2.5
 # A coefficient that a fit found to be 0 still takes this share of a pass's time, so that it can
@@ -92,22 +92,13 @@ class OnlineCost:
         """A step's time as it is known now."""
         return float(exp(self._gradient(shape, budget)[0]))
 
-    def compare(
-        self, shape: StepShape, budget: Budget, others: Sequence[tuple[StepShape, Budget]]
-    ) -> list[tuple[float, float]]:
-        """The logarithms of other steps' times over that of a step, and their variances."""
-        asked = [(shape, budget), *others]
-        offsets = [self._offset(*each) for each in asked]
-        first = self._first_offset
-        parts = np.exp(self._log[:first]) * np.array([self._counts(s) for s, _ in asked])
-        totals = parts.sum(axis=1)
+    def compare(self, asked: Sequence[tuple[StepShape, Budget]]) -> tuple[Vector, Vector]:
+        """The logarithms of several steps' times, and their covariance."""
+        found = [self._gradient(*each) for each in asked]
         at = np.zeros((len(asked), len(self._log)))
-        at[:, :first] = parts / totals[:, None]
-        at[range(len(asked)), offsets] = 1.0
-        logs = np.log(totals) + self._log[offsets]
-        difference = at[1:] - at[0]
-        variances = ((difference @ self._spread) * difference).sum(axis=1)
-        return list(zip((logs[1:] - logs[0]).tolist(), variances.tolist(), strict=True))
+        for row, (_, gradient) in enumerate(found):
+            at[row, : len(gradient)] = gradient
+        return np.array([log_ms for log_ms, _ in found]), at @ self._spread @ at.T
 
     def observe(self, shape: StepShape, budget: Budget, step_ms: float) -> None:
         """Take in one step that came right after another."""

@@ -23,7 +23,7 @@ class Budget:
     used: float = 0.0
     done: int = 0
     tokens_done: int = 0
-    _start: float = field(default_factory=time.monotonic)
+    _start: float = field(default_factory=lambda: time.monotonic())
 
     def __post_init__(self) -> None:
         if (self.minutes, self.steps, self.tokens).count(None) != 2:

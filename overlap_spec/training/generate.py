@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -62,11 +64,13 @@ def greedy(
     prompts: list[list[int]],
     end_ids: Collection[int],
     max_new: int,
+    deadline: float = math.inf,
 ) -> list[list[int]]:
     """The greedy continuation of each prompt, at most ``max_new`` tokens.
 
     Args:
         end_ids: An output ends with the first of these.
+        deadline: Of ``time.monotonic``: outputs are cut there, behind a token each at least.
     """
     longest = max(len(prompt) for prompt in prompts)
     device = decoder.norm.weight.device
@@ -84,7 +88,7 @@ def greedy(
             outputs[row].append(int(tokens[row]))
             if outputs[row][-1] in end_ids:
                 running.discard(row)
-        if not running:
+        if not running or time.monotonic() >= deadline:
             break
         attend.advance()
     return outputs
@@ -96,18 +100,22 @@ def answers(
     end_ids: Collection[int],
     max_new: int,
     max_length: int,
+    deadline: float = math.inf,
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """Greedy answers to many prompts, those of like lengths together: least padding.
 
     Args:
         max_new, max_length: Most tokens of an answer, and of a prompt with its answer.
+        deadline: Of ``time.monotonic``: what has not begun then gets no answer, but for the first.
 
     Yields:
         Some of the prompts' numbers, each with its answer.
     """
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     for start in range(0, len(order), AT_ONCE):
+        if start and time.monotonic() >= deadline:
+            return
         part = order[start : start + AT_ONCE]
         rows = [prompts[number] for number in part]
         room = min(max_new, max_length - len(rows[-1]))
-        yield list(zip(part, greedy(decoder, rows, end_ids, room), strict=True))
+        yield list(zip(part, greedy(decoder, rows, end_ids, room, deadline), strict=True))

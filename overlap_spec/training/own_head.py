@@ -8,6 +8,8 @@ interrupted training go on and may be deleted after it.
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -43,6 +45,9 @@ from overlap_spec.training.trainer import Report, save_atomically
 
 CHECKED_PROMPTS = 32
 CHECKED_TOKENS = 128
+# Shares of ``minutes``: the target's own answers take no more than the first, the check at the end
+# no more than the second, and steps no less than it.
+ANSWERS_SHARE, CHECK_SHARE = 0.5, 0.1
 # The embedded head's rate of AdamW and the width it was found at; wider heads take smaller steps.
 ADAM_LR, ADAM_WIDTH = 0.002, 256
 
@@ -54,7 +59,8 @@ class HeadSettings:
     Attributes:
         target, data, out: Folder of the target, file of chats or texts, folder of the result.
         algorithm: Whose head it is: eagle3, or eagle (EAGLE-1 and EAGLE-2).
-        epochs: Passes over the data; None where ``minutes`` limits the training.
+        epochs: Passes over the data; None where ``minutes`` limits the training: from its start to
+            its end, answers and check included.
         own_answers: Learn from the target's own greedy answers instead of the file's.
         max_length: Rows are cut there.
         batch_tokens: Tokens of a step, padding included.
@@ -96,6 +102,7 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
         ConfigError: settings or data are at fault, or the folder holds another training.
         CheckpointError: the target cannot be loaded.
     """
+    begun = time.monotonic()
     check_settings(settings)
     tokenizer = Tokenizer(settings.target, read_config(settings.target).vocab_size)
     samples, left_out = read_samples(
@@ -110,18 +117,21 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
     checked, learnt = split(samples, settings.seed)
     rows = [sample.row for sample in learnt]
     if settings.own_answers:
-        rows = own_rows(work / "answers.jsonl", learnt, target, tokenizer, settings, bars)
+        until = begun + ANSWERS_SHARE * seconds_of(settings)
+        rows = own_rows(work, learnt, target, tokenizer, settings, bars, until)
     cache = None
     if settings.cache_features:
         ids = [row[0] for row in rows]
         cache = fill_cache(work / "features.bin", ids, target, layers, bars.share("features"))
-    trainer = make_trainer(settings, target, rows, tokenizer, cache)
+    minutes = step_minutes(settings, time.monotonic() - begun)
+    trainer = make_trainer(settings, target, rows, tokenizer, cache, minutes)
     run(trainer, work / "checkpoint.pt", bars.steps("head"))
     seconds = trainer.budget.seconds()
     export_head(trainer.averaged(), settings.out)
     load = LOADERS[settings.algorithm]
     head = load(settings.out, target, torch.bfloat16)
-    runs = target_runs(target, checked, tokenizer, bars.share("check"))
+    until = time.monotonic() + CHECK_SHARE * seconds_of(settings)
+    runs = target_runs(target, checked, tokenizer, bars.share("check"), until)
     found = acceptance(runs, head_guesses(target, head, trainer.recipe.steps), device)
     write_report(settings, trainer, seconds, found, len(runs))
     return found
@@ -145,6 +155,25 @@ def check_settings(settings: HeadSettings) -> None:
             f"max_length must be from 16 to {limit}, the target's context or sliding window: "
             f"{settings.max_length}"
         )
+
+
+def seconds_of(settings: HeadSettings) -> float:
+    """Seconds from the start of a training to its end."""
+    return math.inf if settings.minutes is None else 60 * settings.minutes
+
+
+def step_minutes(settings: HeadSettings, before: float) -> float | None:
+    """Minutes that the steps have, ``before`` seconds after the start; of a training that goes on,
+    those that it had at first, on which its rates depend."""
+    if settings.minutes is None:
+        return None
+    file, asked = settings.out / "work" / "minutes.json", str(settings.minutes)
+    kept: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+    if asked not in kept:
+        least = CHECK_SHARE * settings.minutes
+        kept[asked] = max(least, settings.minutes - least - before / 60)
+        file.write_text(json.dumps(kept) + "\n")
+    return kept[asked]
 
 
 def feature_layers(settings: HeadSettings, target: Decoder) -> tuple[int, ...]:
@@ -208,34 +237,42 @@ def prompt_of(sample: Sample) -> list[int]:
 
 
 def own_rows(
-    path: Path,
+    work: Path,
     samples: Sequence[Sample],
     target: Decoder,
     tokenizer: Tokenizer,
     settings: HeadSettings,
     bars: Bars,
+    deadline: float,
 ) -> list[Row]:
-    """The prompts with the target's greedy answers, up to ``max_length``.
+    """The prompts with the target's greedy answers, up to ``max_length``; those that are answered
+    by ``deadline``.
 
-    Answers are kept in the file as they come: one JSON line each, the sample's number and ids.
+    Answers are kept in a file as they come: one JSON line each, the sample's number and ids.
     """
+    path = work / "answers.jsonl"
     done: dict[int, list[int]] = {}
     if path.exists():
         whole = [line for line in path.read_text().splitlines(True) if line.endswith("\n")]
         path.write_text("".join(whole))
         done = dict(json.loads(line) for line in whole)
     left = [number for number in range(len(samples)) if number not in done]
+    if settings.minutes is not None and (work / "checkpoint.pt").exists():
+        # The steps go on with the rows that they began with.
+        left = []
     prompts = [prompt_of(samples[number]) for number in left]
     longest = settings.max_length
     report = bars.share("own answers")
     with path.open("a") as file:
-        for some in answers(target, prompts, tokenizer.eos_ids, longest, longest):
+        for some in answers(target, prompts, tokenizer.eos_ids, longest, longest, deadline):
             new = {left[index]: answer for index, answer in some}
             file.writelines(json.dumps(item) + "\n" for item in new.items())
             file.flush()
             done.update(new)
             report(len(done) / len(samples))
-    return [answer_row(prompt_of(sample), done[n]) for n, sample in enumerate(samples)]
+    if len(done) < len(samples):
+        bars.note(f"{len(done)} of {len(samples)} prompts were answered in half of the minutes")
+    return [answer_row(prompt_of(samples[number]), done[number]) for number in sorted(done)]
 
 
 def draft_vocabulary(rows: Sequence[Row], size: int, eos_ids: Sequence[int]) -> tuple[int, ...]:
@@ -256,6 +293,7 @@ def make_trainer(
     rows: Sequence[Row],
     tokenizer: Tokenizer,
     cache: FeatureCache | None,
+    minutes: float | None,
 ) -> HeadTrainer[Any]:
     """The trainer of a new head over the rows."""
     vocabulary = None
@@ -270,8 +308,8 @@ def make_trainer(
     )
     widths = (*(w for w in WIDTHS if w < settings.max_length), settings.max_length)
     stream = RowStream(rows, settings.seed, settings.batch_tokens, pad=0, widths=widths)
-    if settings.minutes is not None:
-        budget = Budget(minutes=settings.minutes)
+    if minutes is not None:
+        budget = Budget(minutes=minutes)
     else:
         assert settings.epochs is not None
         budget = Budget(tokens=round(settings.epochs * sum(len(ids) for ids, _ in rows)))
@@ -296,11 +334,13 @@ def target_runs(
     samples: Sequence[Sample],
     tokenizer: Tokenizer,
     report: Callable[[float], None],
+    deadline: float,
 ) -> list[Run]:
-    """The target's greedy answers to the prompts that were kept apart, cut at CHECKED_TOKENS."""
+    """The target's greedy answers to the prompts that were kept apart, cut at CHECKED_TOKENS and
+    at ``deadline``."""
     runs: list[Run] = []
     prompts, longest = [prompt_of(sample) for sample in samples], target.config.max_position
-    for some in answers(target, prompts, tokenizer.eos_ids, CHECKED_TOKENS, longest):
+    for some in answers(target, prompts, tokenizer.eos_ids, CHECKED_TOKENS, longest, deadline):
         runs += ((prompts[number], answer) for number, answer in some)
         report(len(runs) / len(samples))
     return runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from overlap_spec.steps import Int64s, StepPlan
-from overlap_spec.worker.graphs import padded_size
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ class Batch:
     Attributes:
         chunks: None in a step that only decodes.
         rows: ``(S,)``: rows of the trees, then the padding row up to a recorded size.
-        constrained: ``(B + F,)``: whether each tree, and each final chunk, has a grammar: 1 or 0.
         least, most: ``(S,)``: as in :class:`overlap_spec.tiers.Budget`; empty where all nodes are
             verified.
         page_index, page_values: ``(G,)``: entries of the flattened page table, and their pages.
@@ -68,7 +67,6 @@ class Batch:
     plan: StepPlan
     chunks: Chunks | None
     rows: Tensor
-    constrained: Tensor
     least: Tensor
     most: Tensor
     page_index: Tensor
@@ -85,11 +83,17 @@ class PlanUpload:
     Args:
         max_pages: Columns of the page tables.
         padding_row: The row that belongs to no request.
-        pad: Whether batches are filled up to recorded sizes.
+        padded: How many rows a batch is filled up to, by its own.
     """
 
-    def __init__(self, max_pages: int, padding_row: int, pad: bool, device: torch.device) -> None:
-        self._max_pages, self._padding_row, self._pad = max_pages, padding_row, pad
+    def __init__(
+        self,
+        max_pages: int,
+        padding_row: int,
+        padded: Callable[[int], int],
+        device: torch.device,
+    ) -> None:
+        self._max_pages, self._padding_row, self._padded = max_pages, padding_row, padded
         self._device = device
 
     def __call__(self, plan: StepPlan, staging: Staging) -> Batch:
@@ -108,7 +112,7 @@ class PlanUpload:
 
     def _decode_parts(self, plan: StepPlan) -> list[Int64s]:
         trees, budget = len(plan.decode_rows), plan.budget
-        padding = (padded_size(trees) if self._pad else trees) - trees
+        padding = self._padded(trees) - trees
         ragged = budget.nodes is not None
         most = [*budget.most, *[1] * padding] if ragged else []
         index: list[Any] = [_NONE]
@@ -118,7 +122,6 @@ class PlanUpload:
             values.append(np.array(pages))
         return [
             np.array([*plan.decode_rows, *[self._padding_row] * padding], np.int64),
-            np.array([grammar for _, _, grammar in plan.verified], np.int64),
             np.array([*budget.least, *[0] * padding] if ragged else [], np.int64),
             np.array(most, np.int64),
             np.concatenate(index),

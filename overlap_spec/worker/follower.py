@@ -19,7 +19,6 @@ from overlap_spec.parallel.group import Group
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.messages import (
     SpanFields,
-    decision_sizes,
     decode_calls,
     decode_spans,
     encode_spans,
@@ -104,17 +103,12 @@ def _tell_spans(group: Group, spans: Spans) -> None:
 
 def _decide(worker: Worker, group: Group, step: InFlightStep, spans: Spans) -> None:
     """Accept a step or drop it, as rank 0 does."""
-    packed = torch.empty(sum(decision_sizes(step)), dtype=torch.int32)
     start = time.perf_counter_ns()
-    group.receive(packed)
+    accepted, free = take_decision(step, group.receive)
     spans.record(TOLD_LANE, "decision", start, time.perf_counter_ns(), step.plan.index)
-    accepted, free = take_decision(step, packed)
     if not accepted:
         worker.drop(step)
         return
-    if any(free):
-        # What follows reads the plan as the device has it.
-        step.events.tree_on_host.synchronize()
     worker.accept(step, free)
     worker.extend(step)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from overlap_spec.worker.graphs import (
     Recorded,
     Tensors,
     TracedGraph,
+    graph_size,
     packed_size,
     packed_sizes,
     padded_size,
@@ -41,9 +43,10 @@ class GraphRunner:
     A CUDA graph is good for one padded number of rows, a trace for any. A trace is also good for
     any number of nodes where it can be: drafting, verifying, committing and extending chains,
     verifying and extending trees. So no chain but the first waits for recordings, and a policy may
-    take any length. All CUDA graphs are made before serving, by :meth:`record_all`; those of the
-    target's pass write to one place, as no two of their outputs are wanted at once. Recordings
-    are made over the row of padding: no request's state is touched.
+    take any length. All CUDA graphs are made before serving, by :meth:`record_all`. Those of the
+    target's pass write to one place, as no two of their outputs are wanted at once; and so do
+    drafts of trees of one size, whatever their tier, so that what comes behind is recorded once.
+    Recordings are made over the row of padding: no request's state is touched.
 
     Args:
         runner: Whose passes they are; a module that holds every tensor that they touch.
@@ -79,18 +82,19 @@ class GraphRunner:
         drafter = self._runner.drafter if tier.steps else None
         if not self.enabled or (drafter is not None and (drafter.host or not drafter.recorded)):
             return None
-        if self._cuda and not self._making:
-            # Before the drafts run: what is recorded behind them runs them too.
-            self._behind(tier, rows)
         kind = tier, sampled and drafter is not None, told and drafter is not None
         if drafter is not None and self._guard.fault is not None:
             found: Recorded | None = self._known.get(("draft", *kind, rows if self._cuda else 0))
             return found
-        return self._find("draft", kind, rows if self._cuda else 0, self._make_draft)
+        made = self._find("draft", kind, rows if self._cuda else 0, self._make_draft)
+        if self._cuda:
+            # Before the drafts run: what is recorded behind them runs them too.
+            self._behind(tier, rows)
+        return made
 
     def find_verify(self, tier: Tier, rows: int) -> Recorded:
         """The target's pass over ``rows`` whole trees: see :meth:`ModelRunner.verify_trees`."""
-        kind = tier if self._cuda else TREE if tier.top_k > 1 else CHAIN
+        kind = _places(tier) if self._cuda else TREE if tier.top_k > 1 else CHAIN
         return self._find("verify", (kind,), rows, self._make_verify)
 
     def find_packed(self, tier: Tier, rows: int, count: int) -> Recorded:
@@ -101,7 +105,7 @@ class GraphRunner:
     def find_commit(self, tier: Tier, rows: int) -> Recorded:
         """What ``rows`` trees accept becomes their rows' state."""
         self._tiers.add(tier)
-        kind = CHAIN if tier.is_chain and not self._cuda else tier
+        kind = _shape(tier) if self._cuda else CHAIN if tier.is_chain else tier
         return self._find("commit", (kind,), rows, self._make_commit)
 
     def find_extend(self, tier: Tier, rows: int) -> Recorded | None:
@@ -110,7 +114,7 @@ class GraphRunner:
         drafter = self._runner.drafter
         if not self.enabled or drafter is None or not (drafter.recorded and self._runner.extends):
             return None
-        kind = tier if self._cuda else CHAIN
+        kind = _shape(tier) if self._cuda else CHAIN
         if self._guard.fault is not None:
             found: Recorded | None = self._known.get(("extend", kind, rows if self._cuda else 2))
             return found
@@ -123,11 +127,17 @@ class GraphRunner:
             return packed_size(rows, tier.nodes, wanted)
         return min(padded_size(wanted) if self.enabled else wanted, rows * tier.nodes)
 
+    def padded(self, batch: int) -> int:
+        """Rows that a batch is filled up to, for which there are recordings."""
+        if not self.enabled:
+            return batch
+        return graph_size(batch) if self._cuda else padded_size(batch)
+
     def sizes(self, most: int) -> list[int]:
         """Batches to be made ready before serving, of at most ``most`` rows: all that there are
         where each has a graph, else powers of two, between which no kernel differs."""
         every = range(1, most + 1) if self.enabled else powers_of_two(most)
-        return sorted({padded_size(size) for size in every})
+        return sorted({self.padded(size) for size in every})
 
     def record_all(self, most_rows: Mapping[Tier, int]) -> None:
         """Make the CUDA graphs of all steps of these tiers, of at most so many rows each.
@@ -151,8 +161,7 @@ class GraphRunner:
         self.find_extend(tier, rows)
 
     def _variants(self, tier: Tier) -> list[tuple[bool, bool]]:
-        """The kinds of drafts that steps of a tier may want, ``sampled`` and ``told``; one that all
-        tiers have goes first."""
+        """The kinds of drafts that steps of a tier may want, ``sampled`` and ``told``."""
         told = self._runner.reads_states
         # Wide tiers are for who has a grammar.
         return list(product((False, True), dict.fromkeys((told,) if tier.base else (told, False))))
@@ -200,7 +209,7 @@ class GraphRunner:
         """Rows and pages, and trees behind them as drafts give them: a CUDA graph takes another
         one's inputs and outputs where they are, so that a step copies neither."""
         given = self._padding(rows)
-        draft = self.find_draft(tier, rows, *self._variants(tier)[0]) if self._cuda else None
+        draft = self._known.get(("trees", _places(tier), rows)) if self._cuda else None
         if draft is not None:
             trees = draft(*given)
             return draft.kept(*given), trees
@@ -262,16 +271,17 @@ class GraphRunner:
             steps = self.find_steps(sampled, told)
             return None if steps is None else steps.of(tier.steps)
         work = partial(self._runner.draft_trees, tier, sampled, told)
-        first = self._variants(tier)[0]
-        if not self._cuda or not tier.steps or (sampled, told) == first:
-            return self._guarded(work, self._padding(rows or 2), self._padding(rows or 3))
-        # Behind any of them come the same graphs, whose inputs are where the first has its outputs.
-        base = self.find_draft(tier, rows, *first)
-        if base is None:
-            return None
-        given = self._padding(rows)
-        outputs = base(*given)
-        return self._guarded(work, base.kept(*given), given, outputs)
+        key = "trees", _places(tier), rows
+        first = self._known.get(key) if self._cuda else None
+        if first is not None:
+            # Behind any drafts of this size come the same graphs, whose inputs these are.
+            given = self._padding(rows)
+            outputs = first(*given)
+            return self._guarded(work, first.kept(*given), given, outputs)
+        made = self._guarded(work, self._padding(rows or 2), self._padding(rows or 3))
+        if self._cuda and made is not None:
+            self._known[key] = made
+        return made
 
     def _make_steps(self, sampled: bool, told: bool) -> ChainDraft | None:
         """For any batch and any number of steps; None where the drafter failed."""
@@ -389,6 +399,20 @@ class GraphRunner:
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self._runner.device) if self._cuda else 0
+
+
+@cache
+def _places(tier: Tier) -> Tier:
+    """The same for tiers whose trees are as large, and chains or none: all that a verify minds, and
+    where drafts write to."""
+    return replace(CHAIN if tier.is_chain else TREE, nodes=tier.nodes)
+
+
+@cache
+def _shape(tier: Tier) -> Tier:
+    """The same for tiers behind whose drafts come the same passes, whoever has drafted."""
+    base = None if tier.base is None else CHAIN
+    return replace(tier, top_k=min(tier.top_k, 2), base=base)
 
 
 def _own_buffers(drafter: Drafter, rows: int) -> list[Tensor]:

@@ -83,7 +83,8 @@ class CudaGraph(Recorded):
             # Other threads may allocate meanwhile.
             capture_error_mode="thread_local",
         ):
-            outputs = work(*inputs)
+            # Others may write there: of an expanded tensor each element needs its own memory.
+            outputs = tuple(x.contiguous() for x in work(*inputs))
             for own, new in zip(into or (), outputs, strict=into is not None):
                 own.copy_(new)
             self._outputs = outputs if into is None else into
@@ -107,6 +108,13 @@ def padded_size(batch: int) -> int:
     """
     step = 1 << max(0, (batch - 1).bit_length() - 3)
     return -(-batch // step) * step
+
+
+def graph_size(batch: int) -> int:
+    """Rows that a CUDA graph has for a batch, as few sizes as a serving engine usually records: to
+    8 in steps of a quarter of a power of 2, then of 8, from 128 on as :func:`padded_size`."""
+    step = min(8, 1 << max(0, (batch - 1).bit_length() - 2))
+    return max(-(-batch // step) * step, padded_size(batch))
 
 
 # Least number by which those of verified nodes differ: fewer take a GPU as long. And most numbers

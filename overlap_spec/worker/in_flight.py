@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import Tensor
 from overlap_spec.steps import TOLD, HostTrees, StepPlan
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import Batch, Staging
-from overlap_spec.worker.graphs import padded_size
+from overlap_spec.worker.graphs import graph_size
 from overlap_spec.worker.kv_pool import lazy_zeros
 from overlap_spec.worker.packed_rows import row_width
 from overlap_spec.worker.streams import Event, Streams, Value
@@ -44,6 +45,14 @@ class Events:
             event.reset()
 
 
+@lru_cache
+def _firsts(rows: int, nodes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each node of so many trees the number of its tree's root; and of all trees the root's
+    number, and where they end."""
+    bounds = np.arange(rows + 1) * nodes
+    return bounds[:-1].repeat(nodes), bounds
+
+
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
     """Zeros in the host's memory. Not by ``torch.zeros``: in the host's own thread it would start
     a second team of OpenMP's threads, and once these are more than the cores, none waits awake for
@@ -58,11 +67,13 @@ class Buffers:
     Attributes:
         links: int64, room for ``(3, S, nodes)``: tokens, first children, next siblings of all
             trees.
-        masks, limits: int32 ``(nodes, words)`` mask rows and int64 ``(requests,)`` depth limits
-            on the host; ``device_masks``, ``device_limits`` their copies on the device, which on
-            the CPU are the same memory.
-        runs: int32 ``(nodes, TOLD)``: what the grammar forces behind each node, a run, and
-            the node's state; ``device_runs`` likewise.
+        masks, limits: int32 ``(nodes, words)`` mask rows, of the nodes that have one alone, and
+            int64 ``(requests,)`` depth limits on the host; ``device_masks``, ``device_limits``
+            their copies on the device, which on the CPU are the same memory.
+        runs: int32 ``(1 + nodes, TOLD)``: behind a row of -1, what the grammar forces behind
+            each node that has a mask row, a run, and the node's state; ``device_runs`` likewise.
+        places: int64, which mask row each node of all trees has, then each final chunk, -1: none;
+            ``device_places`` likewise.
         results: int64, room for the packed rows of trees and of final chunks.
         events: Recorded anew by each step that uses the buffers; ``events.free`` after its last
             use.
@@ -73,29 +84,27 @@ class Buffers:
         self, room: Tier, rows: int, words: int, streams: Streams, device: torch.device
     ) -> None:
         pinned = device.type == "cuda"
-        most = padded_size(rows)
+        most = graph_size(rows)
         nodes = most * room.nodes
         self.links = host_zeros((3 * nodes,), torch.int64, pinned)
         self.masks = host_zeros((nodes, words), torch.int32, pinned)
         self.limits = host_zeros((most,), torch.int64, pinned)
-        self.runs = host_zeros((nodes, TOLD), torch.int32, pinned)
+        self.runs = host_zeros((1 + nodes, TOLD), torch.int32, pinned)
+        self.runs.numpy()[0] = -1
+        self.places = host_zeros((nodes + most,), torch.int64, pinned)
         self.device_masks, self.device_limits = self.masks, self.limits
-        self.device_runs = self.runs
+        self.device_runs, self.device_places = self.runs, self.places
         if pinned:
-            self.device_masks = torch.zeros(nodes, words, dtype=torch.int32, device=device)
-            self.device_limits = torch.zeros(most, dtype=torch.int64, device=device)
-            self.device_runs = torch.zeros_like(self.runs, device=device)
+            self.device_masks = torch.zeros_like(self.masks, device=device)
+            self.device_limits = torch.zeros_like(self.limits, device=device)
+            self.device_runs = torch.full_like(self.runs, -1, device=device)
+            self.device_places = torch.zeros_like(self.places, device=device)
         columns = row_width(room.steps) + row_width(0)
         self.results = host_zeros((most * columns,), torch.int64, pinned)
         self.staging = Staging()
         self.events = Events(streams)
         self.in_use = False
         self.keep: object = None
-
-    def mask_rows(self, count: int) -> NDArray[np.int32]:
-        """The lane's view of the first ``count`` rows."""
-        rows: NDArray[np.int32] = self.masks[:count].numpy()
-        return rows
 
 
 class Rotation:
@@ -144,6 +153,7 @@ class InFlightStep:
         constrained: Whether any of its requests has a grammar.
         features: What its requests ask of the sampler.
         batch, prefilled, drafted, verified, decided: What the streams' work hands on.
+        trees: The drafted trees, once :meth:`read_trees` has been called.
         limits: Depth down to which each request's mask rows are good.
         results: The packed results of the trees and of the final chunks, on the host.
         extras: What the optional parts found, by name, on the host.
@@ -160,6 +170,7 @@ class InFlightStep:
     drafted: Value[Any] = field(default_factory=Value)
     verified: Value[Any] = field(default_factory=Value)
     decided: Value[Any] = field(default_factory=Value)
+    trees: HostTrees | None = None
     limits: tuple[int, ...] = ()
     results: list[Tensor] = field(default_factory=list)
     logprobs: list[tuple[Tensor, ...]] = field(default_factory=list)
@@ -179,21 +190,45 @@ class InFlightStep:
         budget = self.plan.budget.stopped(drafted.tier, drafted.nodes)
         self.plan = replace(self.plan, budget=budget)
 
-    def host_trees(self) -> HostTrees:
-        """The drafted trees, then a node for each final chunk; once ``tree_on_host`` has passed."""
-        plan, final = self.plan, self.plan.final_chunks
-        trees, nodes = len(plan.decode_rows), plan.tier.nodes
-        links = self.links
-        tokens, child, sibling = links.reshape(3, trees * nodes)
-        sizes = [nodes] * trees + [1] * len(final)
-        offsets = np.zeros(len(sizes) + 1, np.int64)
-        np.cumsum(sizes, out=offsets[1:])
-        if final:
-            none = np.full(len(final), -1, np.int64)
-            ends = np.array([chunk.tokens[-1] for chunk in final], np.int64)
-            tokens = np.concatenate([tokens, ends])
-            child, sibling = np.concatenate([child, none]), np.concatenate([sibling, none])
-        return HostTrees(tokens, child, sibling, offsets)
+    def read_trees(self) -> HostTrees:
+        """Wait for the drafted trees, and number the nodes that have mask rows: the living ones of
+        requests with a grammar, then a node for each such final chunk."""
+        self.events.tree_on_host.synchronize()
+        self.settle()
+        plan, nodes, rows = self.plan, self.plan.tier.nodes, len(self.batch.get().rows)
+        trees, every = len(plan.decode_rows), rows * nodes
+        grammar = [has_one for _, _, has_one in plan.verified]
+        ends = [
+            c.tokens[-1] for c, has in zip(plan.final_chunks, grammar[trees:], strict=True) if has
+        ]
+        real = trees * nodes
+        packed = links = self.buffers.links.numpy()[: 3 * every].reshape(3, every)[:, :real]
+        first, offsets = _firsts(trees, nodes)
+        linked = links[1:] >= 0
+        places = self.buffers.places.numpy()[: every + len(plan.final_chunks)]
+        places.fill(-1)
+        if all(grammar) and np.count_nonzero(linked) == real - trees:
+            # All nodes but the roots are linked: none is dead.
+            places[:real] = np.arange(real)
+        else:
+            living = np.zeros(real, bool)
+            living[::nodes] = True
+            living[(links[1:] + first)[linked]] = True
+            living &= np.array(grammar[:trees], bool).repeat(nodes)
+            (index,) = living.nonzero()
+            places[index] = np.arange(len(index))
+            own, packed = first[index], links.take(index, 1)
+            packed[1:] = np.where(packed[1:] >= 0, places[packed[1:] + own] - places[own], -1)
+            offsets = index.searchsorted(offsets)
+        if plan.final_chunks:
+            # They are linked to nothing.
+            count, alone = int(offsets[-1]), np.full((3, len(ends)), -1)
+            alone[0] = ends
+            places[every:][grammar[trees:]] = np.arange(count, count + len(ends))
+            packed = np.concatenate([packed, alone], 1)
+            offsets = np.concatenate([offsets, count + np.cumsum(grammar[trees:])])
+        self.trees = HostTrees(*packed, offsets)
+        return self.trees
 
     @property
     def tree_is_read(self) -> bool:
@@ -201,11 +236,15 @@ class InFlightStep:
         return self.constrained or self.features.reads_tree
 
     def mask_rows(self, index: int) -> NDArray[np.int32]:
-        """int32 ``(nodes, words)``: mask rows of one of the plan's verified trees on the host."""
+        """int32 ``(nodes, words)``: mask rows of one of the plan's verified trees on the host,
+        zero where a node has none."""
         trees, nodes = len(self.plan.decode_rows), self.plan.tier.nodes
-        if index >= trees:
-            return self.buffers.mask_rows(trees * nodes + index - trees + 1)[-1:]
-        return self.buffers.mask_rows((index + 1) * nodes)[index * nodes :]
+        rows = len(self.batch.get().rows)
+        first = index * nodes if index < trees else rows * nodes + index - trees
+        places = self.buffers.places[first : first + (nodes if index < trees else 1)].numpy()
+        found = self.buffers.masks.numpy()[places]
+        found[places < 0] = 0
+        return found
 
     @property
     def links(self) -> NDArray[np.int64]:

@@ -150,7 +150,8 @@ class LeadWorker(Worker):
         self.tell("close")
 
     def _send_decision(self, step: InFlightStep, accepted: bool, free: Sequence[bool]) -> None:
-        self.group.send(pack_decision(step, accepted, free))
+        for tensor in pack_decision(step, accepted, free):
+            self.group.send(tensor)
 
     @contextmanager
     def _blaming(self) -> Iterator[Any]:

@@ -2,8 +2,9 @@
 
 A step takes two messages. The first has the calls up to its verify, the plan among them, as bytes
 in a block of one size, so that one broadcast does; what does not fit follows in a second one. The
-other, the step's decision with its mask rows, is an int32 tensor whose size the plan tells: one
-broadcast.
+other is the step's decision: an int32 tensor whose size the plan tells, and where a request has a
+grammar one of mask rows, whose size the trees tell. All ranks have drafted the same ones, which is
+checked.
 
 Calls are pickled, so that who can send them can run anything in a rank: they are signed with the
 group's key, and not looked at unless they are. What a rank answers, its spans, is plain data.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import pickle
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.steps import TOLD
 from overlap_spec.worker.in_flight import InFlightStep
 
 # A name of a method of the worker, and its arguments.
@@ -99,45 +100,69 @@ def _from_blocks(receive: Callable[[Tensor], None]) -> bytes:
     return data[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
 
 
-def decision_sizes(step: InFlightStep) -> list[int]:
-    """Numbers of a step's decision: whether it is accepted, which trees are free, and where any
-    request has a grammar the depth limits, the runs and the mask rows."""
-    plan, trees = step.plan, len(step.plan.decode_rows)
-    if not step.constrained:
-        return [1, trees, 0, 0, 0]
-    nodes = trees * plan.tier.nodes + len(plan.final_chunks)
-    words = step.buffers.masks.shape[1]
-    return [1, trees, len(plan.verified), nodes * TOLD, nodes * words]
-
-
-def pack_decision(step: InFlightStep, accepted: bool, free: Sequence[bool] = ()) -> Tensor:
-    """What becomes of a step whose verify the others were told of: int32, on the host.
+def pack_decision(step: InFlightStep, accepted: bool, free: Sequence[bool] = ()) -> list[Tensor]:
+    """What becomes of a step whose verify the others were told of, as tensors to be broadcast: the
+    head, and where a step with a grammar is accepted the runs and the mask rows.
 
     Args:
         accepted: False: the step is dropped.
         free: As in :meth:`overlap_spec.worker.worker.Worker.accept`.
     """
-    sizes, buffers = decision_sizes(step), step.buffers
-    packed = torch.zeros(sum(sizes), dtype=torch.int32)
-    head, inside, limits, runs, rows = packed.split(sizes)
-    head.fill_(int(accepted))
+    head = torch.zeros(sum(_head_sizes(step)), dtype=torch.int32)
+    told, inside, limits = head.split(_head_sizes(step))
+    told[0] = int(accepted)
     for index in range(min(len(free), len(inside))):
         inside[index] = int(free[index])
-    if accepted:
-        limits.copy_(buffers.limits[: len(limits)])
-        runs.copy_(buffers.runs.view(-1)[: len(runs)])
-        rows.copy_(buffers.masks.view(-1)[: len(rows)])
-    return packed
+    if not (accepted and step.constrained):
+        return [head]
+    told[1], rows, runs = _mark(step), *_body(step)
+    limits.copy_(step.buffers.limits[: len(limits)])
+    return [head, torch.cat([runs.flatten(), rows.flatten()])]
 
 
-def take_decision(step: InFlightStep, packed: Tensor) -> tuple[bool, list[bool]]:
-    """Write a decision to the step's buffers; whether it is accepted, and which trees are free."""
-    buffers = step.buffers
-    head, inside, limits, runs, rows = packed.split(decision_sizes(step))
-    accepted = bool(head[0])
-    if accepted:
-        buffers.limits.fill_(step.plan.tier.steps)
-        buffers.limits[: len(limits)] = limits
-        buffers.runs.view(-1)[: len(runs)] = runs
-        buffers.masks.view(-1)[: len(rows)] = rows
+def take_decision(step: InFlightStep, receive: Callable[[Tensor], None]) -> tuple[bool, list[bool]]:
+    """Write a decision to the step's buffers; whether it is accepted, and which trees are free.
+
+    Args:
+        receive: Fills a tensor with the next broadcast.
+
+    Raises:
+        RuntimeError: this rank has drafted other trees than rank 0.
+    """
+    head = torch.empty(sum(_head_sizes(step)), dtype=torch.int32)
+    receive(head)
+    told, inside, limits = head.split(_head_sizes(step))
+    accepted = bool(told[0])
+    if accepted and step.constrained:
+        step.read_trees()
+        if int(told[1]) != _mark(step):
+            raise RuntimeError("this rank has drafted other trees than rank 0: one is at fault")
+        step.buffers.limits.fill_(step.plan.tier.steps)
+        step.buffers.limits[: len(limits)] = limits
+        rows, runs = _body(step)
+        body = torch.empty(runs.numel() + rows.numel(), dtype=torch.int32)
+        receive(body)
+        for own, new in zip((runs, rows), body.split([runs.numel(), rows.numel()]), strict=True):
+            own.copy_(new.view_as(own))
     return accepted, inside.bool().tolist()
+
+
+def _head_sizes(step: InFlightStep) -> list[int]:
+    """Numbers of a decision's head: whether it is accepted, and a mark of its trees; which trees
+    are free; and where any request has a grammar the depth limits."""
+    plan = step.plan
+    return [2, len(plan.decode_rows), len(plan.verified) if step.constrained else 0]
+
+
+def _mark(step: InFlightStep) -> int:
+    """A number that trees have in common which are the same."""
+    assert step.trees is not None
+    return zlib.crc32(step.trees.tokens, zlib.crc32(step.trees.offsets)) >> 1
+
+
+def _body(step: InFlightStep) -> tuple[Tensor, Tensor]:
+    """The mask rows of a step's trees, and the runs behind their nodes, where the lane wrote
+    them."""
+    assert step.trees is not None
+    count = int(step.trees.offsets[-1])
+    return step.buffers.masks[:count], step.buffers.runs[1 : 1 + count]

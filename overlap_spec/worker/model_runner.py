@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Draft, Drafter, Roots
 from overlap_spec.drafters.sound import sound
@@ -29,6 +30,7 @@ class ModelRunner(nn.Module):
 
     Attributes:
         caches: The target's keys, and the drafter's.
+        proposer: What drafts on the host; where it has a drafter behind it, that is the drafter.
         extends: Whether the drafter takes in what was committed.
         refused: int64 ``()``: drafted nodes that broke the contract; a built drafter has none.
         reads_states: Whether the drafter keeps to what grammars' tables allow.
@@ -49,6 +51,10 @@ class ModelRunner(nn.Module):
         coupled: bool,
     ) -> None:
         super().__init__()
+        self.proposer = drafter if drafter is not None and drafter.host else None
+        self.checked = drafter is not None and not drafter.built_in
+        if drafter is not None and drafter.behind is not None:
+            drafter = drafter.behind
         self.target, self.drafter, self.tables = target, drafter, tables
         self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
         self.caches = [pool, *draft_pools]
@@ -60,8 +66,6 @@ class ModelRunner(nn.Module):
         count = tables.padding_row + 1
         self.told = GrammarDrafts(count, tables.vocab_size, room, self.device)
         self.extends = drafter is not None and type(drafter).extend is not Drafter.extend
-        built = drafter is None or type(drafter).__module__.startswith("overlap_spec.drafters.")
-        self.checked = not built
         self.register_buffer("refused", torch.zeros((), dtype=torch.int64, device=self.device))
         no_run = torch.full((1, TOLD), -1, dtype=torch.int32, device=self.device)
         self.register_buffer("no_run", no_run)
@@ -114,21 +118,37 @@ class ModelRunner(nn.Module):
         if self.drafter is None or own.steps == 0:
             draft = _no_draft(roots, 0)
         elif proposed is not None:
-            missing = len(rows) - len(proposed.tokens)
-            tokens, parents, scores = proposed
-            above = None if parents is None else padded(parents, len(rows))
-            draft = Draft(padded(tokens, len(rows)), above, padded(scores, len(rows)))
-            if missing:
-                draft.scores[-missing:] = -torch.inf
-            draft = self._sound(roots, draft, own)
+            draft = self._sound(rows, _with_padding(proposed, len(rows)), own)
         elif self.drafter.host:
             draft = _no_draft(roots, own.nodes - 1)
         else:
-            draft = self._sound(roots, self.drafter.draft(roots, own), own)
+            draft = self._sound(rows, self.drafter.draft(roots, own), own)
         if tier.base is not None:
             draft = self.told.complete(draft, roots, tier)
         known = roots.tokens, roots.positions, roots.forced
         return *known, *self.link(roots.tokens, draft, tier.steps)
+
+    def overlay(self, outputs: Tensors, rows: Tensor, proposed: Draft, tier: Tier) -> Tensors:
+        """What :meth:`draft_trees` returns, with the trees of those rows that have a proposal in
+        the place of the drafter's.
+
+        Args:
+            tier: Of ``outputs``, which may be shorter than what was proposed.
+        """
+        tokens, positions, forced, _, *parts = outputs
+        tree = Tree(*parts)
+        room = tree.tokens.shape[1] - 1
+        draft = self._sound(rows, _with_padding(proposed, len(rows)), tier.own)
+        given = [part[:, :room] for part in draft if part is not None]
+        has = (given[2] > -torch.inf).any(1, keepdim=True)
+        beside = tree.tokens, tree.parents, tree.scores
+        values = 0, 0, -torch.inf
+        merged = [
+            torch.where(has, F.pad(own, (0, room - own.shape[1]), value=value), part[:, 1:])
+            for own, part, value in zip(given, beside, values, strict=True)
+        ]
+        links, *linked = self.link(tokens, Draft(*merged), tier.steps)
+        return tokens, positions, forced, links, *linked
 
     def dead_trees(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:
         """As :meth:`draft_trees`, where nothing is drafted: what a recording needs of a tree."""
@@ -152,12 +172,12 @@ class ModelRunner(nn.Module):
             roots = roots._replace(temperature=tables.temperature[rows], seeds=tables.seed[rows])
         return roots
 
-    def _sound(self, roots: Roots, draft: Draft, tier: Tier) -> Draft:
+    def _sound(self, rows: Tensor, draft: Draft, tier: Tier) -> Draft:
         """The draft; of a drafter that is not built in, its sound nodes alone."""
         if not self.checked:
             return draft
         draft, refused = sound(draft, tier, self.tables.vocab_size)
-        self.refused += torch.where(roots.rows == self.tables.padding_row, 0, refused).sum()
+        self.refused += torch.where(rows == self.tables.padding_row, 0, refused).sum()
         return draft
 
     def link(self, roots: Tensor, draft: Draft, depth: int) -> Tensors:
@@ -353,6 +373,17 @@ class ModelRunner(nn.Module):
 
     def _count(self, end: int) -> Tensor:
         return torch.arange(end, device=self.device)
+
+
+def _with_padding(proposed: Draft, rows: int) -> Draft:
+    """A proposal with dead nodes for rows that are padding."""
+    missing = rows - len(proposed.tokens)
+    tokens, parents, scores = proposed
+    above = None if parents is None else padded(parents, rows)
+    draft = Draft(padded(tokens, rows), above, padded(scores, rows))
+    if missing:
+        draft.scores[-missing:] = -torch.inf
+    return draft
 
 
 def _no_draft(roots: Roots, nodes: int) -> Draft:

@@ -105,7 +105,7 @@ def _times(worker: Worker, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[flo
         return (logits,)
 
     verify_ms, _ = least_ms(verify, rows, together)
-    on_device = drafted or (runner.drafter is not None and not worker.traits.drafts_on_host)
+    on_device = drafted or (runner.drafter is not None and not runner.drafter.host)
     return draft_ms if on_device and tier.steps else 0.0, verify_ms
 
 

@@ -82,16 +82,23 @@ class Accepted(NamedTuple):
 
 
 class GrammarRows(NamedTuple):
-    """What the lane wrote of a step, on the device; nodes are the trees', then the final chunks'.
+    """What the lane wrote of a step, on the device; nodes are the trees', those of padding too,
+    then the final chunks'.
 
     ``masks``: what each node may choose. ``limits`` int64 ``(S,)``: depth down to which each
-    tree's rows are good. ``runs`` int32 ``(nodes, TOLD)``: what the grammar forces behind each
-    node, a run, -1 behind its end; and the node's state, -1 where nothing is known.
+    tree's rows are good. ``runs`` int32 ``(1 + M, TOLD)``: behind a row of -1, what the grammar
+    forces behind each node that has a mask row, a run, -1 behind its end; and the node's state, -1
+    where nothing is known. ``places`` int64 ``(nodes,)``: which mask row each has, -1: none.
     """
 
     masks: Masks
     limits: Tensor
     runs: Tensor
+    places: Tensor
+
+    def behind(self, nodes: slice) -> Tensor:
+        """int32 ``(nodes, TOLD)``: what is forced behind these."""
+        return self.runs[self.places[nodes] + 1]
 
 
 class CommittedTokens(Committed):

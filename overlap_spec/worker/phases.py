@@ -76,13 +76,18 @@ class Phases:
         self.tables.pages.view(-1)[batch.page_index] = batch.page_values
 
     def draft(
-        self, batch: Batch, sampled: bool = False, proposed: Draft | None = None
+        self,
+        batch: Batch,
+        sampled: bool = False,
+        proposed: Draft | None = None,
+        whole: bool = True,
     ) -> Drafted | None:
         """Grow the trees; None where a step only prefills.
 
         Args:
             sampled: Whether any row draws its tokens: drafts share its noise.
             proposed: What a host drafter proposed for the first rows of the batch.
+            whole: Whether it did for all of them; else the drafter behind it drafts as well.
         """
         plan, tables, rows = batch.plan, self.tables, batch.rows
         if not batch.trees:
@@ -93,7 +98,10 @@ class Phases:
         tier, stop = plan.tier, plan.budget.stop
         outputs: Tensors | None = None
         stopped = False
-        if stop is not None and self.guard.fault is None:
+        given = None if proposed is None or whole else proposed
+        if given is not None:
+            proposed = None
+        if stop is not None and proposed is None and self.guard.fault is None:
             with self.guard:
                 steps = self.graphs.find_steps(sampled, told)
                 if steps is not None:
@@ -107,6 +115,8 @@ class Phases:
                 rows, pages = recorded.kept(rows, pages)
         if outputs is None:
             outputs = self.draft_trees(tier, sampled, told, rows, pages, proposed)
+        if given is not None:
+            outputs = self.runner.overlay(outputs, rows, given, tier)
         tokens, positions, forced, links, *tree = outputs
         roots = Roots(rows, pages, tokens, positions, forced)
         drafted = Drafted(roots, Tree(*tree), links, None, tier)
@@ -198,8 +208,7 @@ class Phases:
         if drafted is not None and verified is not None:
             trees = self._accept_trees(batch, drafted, verified, features, grammar, free)
         if prefilled is not None:
-            nodes = 0 if drafted is None else drafted.tree.tokens.shape[1]
-            chunks = self._accept_chunks(batch, prefilled, features, grammar, batch.trees * nodes)
+            chunks = self._accept_chunks(batch, prefilled, features, grammar)
         return Accepted(trees, chunks)
 
     def _accept_trees(
@@ -217,7 +226,7 @@ class Phases:
         limits = self.tables.depth_limit[roots.rows]
         allowed, runs = None, self.runner.no_run.expand(rows * nodes, -1)
         if grammar is not None:
-            masks, runs = grammar.masks, grammar.runs[: rows * nodes]
+            masks, runs = grammar.masks, grammar.behind(slice(rows * nodes))
             limits = torch.minimum(limits, grammar.limits)
             allowed = masks.first(count) if pack is None else masks.packed(pack, count)
         if pack is None:
@@ -226,7 +235,7 @@ class Phases:
         place = self._nodes(drafted, len(logits)) if features.by_node or rule else None
         logits = self.sampler.process(logits, place, features)
         if rule and allowed is not None:
-            apply_bitmask(logits, allowed.of(self._count(len(logits))))
+            apply_bitmask(logits, *allowed)
         choices = self.sampler.choose(logits, place, features, None if rule else allowed)
         if rule:
             assert place is not None
@@ -259,7 +268,6 @@ class Phases:
         prefilled: Prefilled,
         features: SamplingFeatures,
         grammar: GrammarRows | None,
-        first: int,
     ) -> AcceptResult | None:
         chunks, logits = batch.chunks, prefilled.logits
         assert chunks is not None
@@ -269,7 +277,7 @@ class Phases:
         rows, count = chunks.final_rows, len(chunks.final_rows)
         allowed, runs = None, self.runner.no_run.expand(count, -1)
         if grammar is not None:
-            allowed, runs = grammar.masks.last(count), grammar.runs[first : first + count]
+            allowed, runs = grammar.masks.last(count), grammar.behind(slice(-count, None))
         place = Nodes(rows, chunks.positions[chunks.last] + 1, None, None)
         logits = self.sampler.process(logits, place, features)
         tokens = self.sampler.choose(logits, place, features, allowed)

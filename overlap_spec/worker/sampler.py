@@ -39,30 +39,36 @@ class Nodes:
 
 
 class Masks(NamedTuple):
-    """Mask rows int32 ``(L, words)``, and whether each applies: bool ``(L,)``; None: all do."""
+    """Mask rows int32 ``(M, words)``, and which of them each node has: int64 ``(L,)``, -1 for none;
+    None: each its own."""
 
     rows: Tensor
-    flags: Tensor | None
+    places: Tensor | None
 
     def first(self, count: int) -> Masks:
         """Those of the first ``count`` nodes."""
-        return Masks(self.rows[:count], None if self.flags is None else self.flags[:count])
+        if self.places is None:
+            return Masks(self.rows[:count], None)
+        return Masks(self.rows, self.places[:count])
 
     def last(self, count: int) -> Masks:
         """Those of the last ``count`` nodes."""
-        start = len(self.rows) - count
-        return Masks(self.rows[start:], None if self.flags is None else self.flags[start:])
+        if self.places is None:
+            return Masks(self.rows[len(self.rows) - count :], None)
+        return Masks(self.rows, self.places[len(self.places) - count :])
 
     def packed(self, pack: Tensor, count: int) -> Masks:
-        """Those of nodes ``pack``; none applies from node ``count`` on: padding."""
-        inside = pack < count
-        index = torch.where(inside, pack, 0)
-        return Masks(self.rows[index], inside if self.flags is None else inside & self.flags[index])
+        """Those of nodes ``pack``, of which those from node ``count`` on, padding, have none."""
+        if self.places is None:
+            return Masks(self.rows, torch.where(pack < count, pack, -1))
+        return Masks(self.rows, self.places[pack])
 
     def of(self, index: Tensor) -> Tensor:
-        """The rows of nodes ``index (n,)``: all ones where they do not apply."""
-        rows = self.rows[index]
-        return rows if self.flags is None else torch.where(self.flags[index, None], rows, -1)
+        """The rows of nodes ``index (n,)``: all ones where there is none."""
+        if self.places is None:
+            return self.rows[index]
+        places = self.places[index]
+        return torch.where((places >= 0)[:, None], self.rows[places.clamp(min=0)], -1)
 
 
 class Sampler:
@@ -126,15 +132,15 @@ class Sampler:
 
         ``logits`` may be overwritten.
         """
-        allowed, flags = (None, None) if masks is None else masks
+        allowed, places = (None, None) if masks is None else masks
         if nodes is None or not features.sampled:
-            return masked_choose(logits, allowed, flags)
+            return masked_choose(logits, allowed, places)
         tables, rows = self.tables, nodes.rows
         filters = None
         if features.filtered:
             filters = (tables.top_k[rows], tables.top_p[rows], tables.min_p[rows])
         keys = noise_keys(tables.seed[rows], nodes.positions)
-        return masked_choose(logits, allowed, flags, tables.temperature[rows], keys, filters)
+        return masked_choose(logits, allowed, places, tables.temperature[rows], keys, filters)
 
     def logprobs(
         self, logits: Tensor, index: Tensor, chosen: Tensor, top: int, masks: Masks | None

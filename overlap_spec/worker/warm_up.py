@@ -52,12 +52,11 @@ def warm_sampler(worker: Worker) -> None:
     words = -(-vocab // 32)
     rows = torch.full((2,), tables.padding_row, device=runner.device)
     place = Nodes(rows, torch.zeros_like(rows), None, None)
-    flags = torch.ones(2, dtype=torch.bool, device=runner.device)
     bits = torch.full((2, words), -1, dtype=torch.int32, device=runner.device)
     asked = [PLAIN, replace(PLAIN, sampled=True), replace(PLAIN, sampled=True, filtered=True)]
     kinds = {torch.float32, runner.pool.k.dtype}
     for kind, features in itertools.product(kinds, asked):
-        for masks in (None, Masks(bits, None), Masks(bits, flags)):
+        for masks in (None, Masks(bits, None), Masks(bits, rows * 0)):
             logits = torch.zeros(2, vocab, dtype=kind, device=runner.device)
             choose(logits, place, features, masks)
     for kind in kinds:

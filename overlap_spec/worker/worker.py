@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,7 @@ class Traits:
         compiles: Whether kernels are compiled when they first run, which no request should wait
             for.
         drafts_on_host: Whether drafts need the tokens of the step before on the host.
+        guided: Whether drafts on the host need grammars' tables.
         reads_states: Whether the drafter keeps to what grammars' tables allow.
         stops_drafts: Whether a plan's drafts can be stopped after each step. Not on a GPU, whose
             host would have to wait for each: there a budget drafts all that its tier says.
@@ -66,6 +68,7 @@ class Traits:
     on_gpu: bool
     compiles: bool
     drafts_on_host: bool
+    guided: bool
     reads_states: bool
     stops_drafts: bool
     verifies_ahead: bool
@@ -82,7 +85,8 @@ def traits_of(runner: ModelRunner) -> Traits:
         page_bytes=sum(cache.page_bytes for cache in runner.caches),
         on_gpu=on_gpu,
         compiles=on_gpu,
-        drafts_on_host=runner.drafter is not None and runner.drafter.host,
+        drafts_on_host=runner.proposer is not None,
+        guided=runner.proposer is not None and runner.proposer.guided,
         reads_states=runner.reads_states,
         stops_drafts=runner.stops_drafts,
         verifies_ahead=on_gpu,
@@ -126,7 +130,7 @@ class Worker:
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
         self.plan_upload = PlanUpload(
-            columns, self._tables.padding_row, self.graphs.enabled, self._device
+            columns, self._tables.padding_row, self.graphs.padded, self._device
         )
         if self.traits.on_gpu:
             # Weights, caches and tables were written on a stream that ours do not wait for.
@@ -216,22 +220,25 @@ class Worker:
     ) -> Drafted | None:
         if step.dropped:
             return None
-        proposed = None
+        proposed, whole = None, True
         if proposal is not None:
             tokens, parents, scores = (
                 uploaded(torch.from_numpy(part), self._device) for part in proposal
             )
             proposed = Draft(tokens, parents, scores)
-        return self.phases.draft(batch, sampled, proposed)
+            # Where nobody drafts behind, a row without a proposal has none.
+            behind = self.runner.drafter is not self.runner.proposer
+            whole = not behind or bool((proposal[2][:, 0] > -np.inf).all())
+        return self.phases.draft(batch, sampled, proposed, whole)
 
     def forget(self, history: History) -> None:
         """Tell a drafter on the host that a request has ended."""
-        if self.runner.drafter is not None and self.traits.drafts_on_host:
+        if self.runner.proposer is not None:
             with self.guard:
-                self.runner.drafter.forget(history)
+                self.runner.proposer.forget(history)
 
     def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Proposal | None:
-        drafter, tier = self.runner.drafter, step.plan.tier.own
+        drafter, tier = self.runner.proposer, step.plan.tier.own
         if drafter is None or tier.steps == 0 or not histories or self.guard.fault is not None:
             return None
         start = time.perf_counter_ns()
@@ -241,8 +248,12 @@ class Worker:
                 replace(history, forced=self._reader.run_behind(row))
                 for history, row in zip(histories, step.plan.decode_rows, strict=True)
             ]
-            drafts = zip(drafter.propose(known, tier), known, strict=True)
-            arrays = host_draft([graft(d, h.forced, tier) for d, h in drafts], tier)
+            drafts = drafter.propose(known, tier)
+            if drafter.behind is None:
+                pairs = zip(drafts, known, strict=True)
+                drafts = [graft(draft, history.forced, tier) for draft, history in pairs]
+            if drafter.behind is None or any(len(draft.tokens) for draft in drafts):
+                arrays = host_draft(drafts, tier)
         self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
         return arrays
 
@@ -268,17 +279,16 @@ class Worker:
         Blocks until the trees are there: the step's one wait.
 
         Returns:
-            The trees in the order of ``plan.verified``; int32 ``(nodes, words)``, a mask row for
-            each node; int64 ``(requests,)``, to be lowered to the depth down to which a request's
+            The trees in the order of ``plan.verified``, their living nodes alone, and none of a
+            request without a grammar; int32 ``(nodes, words)``, a mask row for each of these
+            nodes; int64 ``(requests,)``, to be lowered to the depth down to which a request's
             rows are good; int32 ``(nodes, TOLD)``, the run behind each node, and its state.
         """
-        step.events.tree_on_host.synchronize()
-        step.settle()
-        trees = step.host_trees()
-        limits = step.buffers.limits.numpy()
+        trees, buffers = step.read_trees(), step.buffers
+        limits = buffers.limits.numpy()
         limits.fill(step.plan.tier.steps)
         nodes = int(trees.offsets[-1])
-        rows, runs = step.buffers.mask_rows(nodes), step.buffers.runs[:nodes].numpy()
+        rows, runs = buffers.masks[:nodes].numpy(), buffers.runs[1 : 1 + nodes].numpy()
         return trees, rows, limits[: len(step.plan.verified)], runs
 
     @torch.inference_mode()
@@ -295,7 +305,7 @@ class Worker:
         events, masks = step.events, None
         if step.constrained:
             step.limits = tuple(step.buffers.limits[: len(step.plan.verified)].tolist())
-            masks = planner.run("masks", _upload_masks, step.plan, step.batch, step.buffers)
+            masks = planner.run("masks", _upload_masks, step, step.batch)
             planner.record(events.masks_ready)
             if self.overlap == "double-sync":
                 events.masks_ready.synchronize()
@@ -405,22 +415,21 @@ def _copy_tree(drafted: Drafted | None, buffers: Buffers) -> None:
         buffers.links[: len(links)].copy_(links, non_blocking=True)
 
 
-def _upload_masks(plan: StepPlan, batch: Batch, buffers: Buffers) -> GrammarRows:
-    """What the lane wrote, on the device; the plan is settled."""
-    nodes, trees, final = plan.tier.nodes, batch.trees, len(plan.final_chunks)
-    count, requests = trees * nodes + final, len(batch.rows)
+def _upload_masks(step: InFlightStep, batch: Batch) -> GrammarRows:
+    """What the lane wrote, on the device: no more rows than nodes have one."""
+    plan, buffers, requests = step.plan, step.buffers, len(batch.rows)
+    assert step.trees is not None
+    count = int(step.trees.offsets[-1])
+    places = buffers.device_places[: requests * plan.tier.nodes + len(plan.final_chunks)]
     rows, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
-    runs = buffers.device_runs[: max(count, requests * nodes)]
+    runs = buffers.device_runs
     if buffers.device_masks is not buffers.masks:
         rows.copy_(buffers.masks[:count], non_blocking=True)
         limits.copy_(buffers.limits[:requests], non_blocking=True)
-        runs.copy_(buffers.runs[: len(runs)], non_blocking=True)
-    if all(grammar for _, _, grammar in plan.verified):
-        return GrammarRows(Masks(rows, None), limits, runs)
-    flags = batch.constrained > 0
-    own = flags[:trees, None].expand(trees, nodes).flatten()
-    masks = Masks(rows, torch.cat([own, flags[trees:]]) if final else own)
-    return GrammarRows(masks, limits, runs)
+        runs[1 : 1 + count].copy_(buffers.runs[1 : 1 + count], non_blocking=True)
+        places.copy_(buffers.places[: len(places)], non_blocking=True)
+    every = count == len(plan.decode_rows) * plan.tier.nodes + len(plan.final_chunks)
+    return GrammarRows(Masks(rows, None if every else places), limits, runs, places)
 
 
 def _copy_results(accepted: Accepted, prefilled: Prefilled | None, step: InFlightStep) -> None:

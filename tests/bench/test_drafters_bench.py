@@ -47,7 +47,7 @@ def test_figures_of_a_run(found: Found) -> None:
     assert rounded(models) == {name: e["rows"] for name, e in record["models"].items()}
     for by_drafter in models["embedded"].values():
         for drafter, by_workload in by_drafter.items():
-            assert set(by_workload) == {"JSON", "repetitive document", "GSM8K"}
+            assert set(by_workload) == {"JSON", "repeated schema", "repetitive document", "GSM8K"}
             for name, f in by_workload.items():
                 where = f"{drafter}, {name}"
                 assert f["same_text"] == 1.0, where

@@ -34,7 +34,9 @@ def test_the_folder_of_each_drafter_is_known(tiny: dict[str, Any], tmp_path: Pat
 
 def test_what_is_the_targets_is_not_the_drafters(tiny: dict[str, Any]) -> None:
     assert drafter(tiny["model"], algorithm="ngram") == ("ngram, 0.0M parameters of its own", True)
-    assert drafter(tiny["model"]) == ("none: plain decoding", True)
+    plain = "none: plain decoding; --draft or --algorithm names one"
+    assert drafter(tiny["model"], algorithm="none") == (plain, True)
+    assert drafter(tiny["model"]) == ("slots,suffix, 0.0M parameters of its own", True)
     own = drafter(tiny["model"], algorithm="tests.support.drafters:Echo")
     assert own == ("tests.support.drafters:Echo, 0.0M parameters of its own", True)
 

@@ -62,6 +62,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         "grammar": tiny["draft"],
         "ngram": tiny["draft"],
         "suffix": tiny["draft"],
+        "slots": tiny["draft"],
+        "slots,suffix": tiny["draft"],
+        "suffix,eagle3": tiny["draft"],
         "tree": str(folder / "tree.json"),
     }
 
@@ -76,9 +79,12 @@ KINDS = (
     "mtp",
     "ngram",
     "suffix",
+    "slots",
+    "slots,suffix",
+    "suffix,eagle3",
     "grammar",
 )
-ON_HOST = ("ngram", "suffix")
+ON_HOST = ("ngram", "suffix", "slots", "slots,suffix", "suffix,eagle3")
 ACCEPTED = ("draft_model of the target", "draft_model of another vocabulary", *ON_HOST, "grammar")
 
 
@@ -114,7 +120,7 @@ def cases() -> list[Any]:
 
 
 def test_no_drafter_is_left_out(folders: dict[str, str]) -> None:
-    assert {kind.split()[0] for kind in KINDS} == set(drafter_names())
+    assert {name for kind in KINDS for name in kind.split()[0].split(",")} == set(drafter_names())
     assert set(folders) == {*KINDS, "tree"}
 
 

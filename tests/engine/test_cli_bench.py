@@ -176,3 +176,19 @@ def test_faults_of_use_are_told(
         main()
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_urls_are_told_whole_and_take_no_room_of_the_figures(
+    other: tuple[type[Other], str], tmp_path: Path
+) -> None:
+    theirs, url = other
+    theirs.answers = ('{"name":"Anna"}',)
+    named = url.replace("127.0.0.1", "localhost")
+    done = bench(
+        tmp_path, "--url", url, "--url", f"theirs={named}", "--requests", "8", COLUMNS="80"
+    )
+    first, *rest = done.stdout.splitlines()
+    assert first == f"server 1: {url}"
+    assert sum("theirs" in line for line in rest) == 1
+    # Nothing is cut, at 80 columns.
+    assert "…" not in "".join(rest)

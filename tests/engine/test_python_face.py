@@ -13,6 +13,8 @@ from overlap_spec import AsyncEngine, Engine, Generator, Grammar
 from overlap_spec.chat_template import Rendering
 from overlap_spec.engine.arguments import as_tools
 from overlap_spec.errors import GrammarError, InvalidRequest
+from overlap_spec.stats import RequestStats
+from overlap_spec.types import Output, Verdict
 
 SAID = {"role": "user", "content": "go"}
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
@@ -81,6 +83,18 @@ def test_variables_that_the_template_does_not_read_are_told_of(engine: Engine) -
 def set_light(room: Literal["hall", "attic"], level: int = 3) -> str:
     """Sets the light of a room."""
     raise AssertionError((room, level), "nobody calls it")
+
+
+def test_an_output_shows_itself_in_a_line_and_in_a_notebook() -> None:
+    stats = RequestStats(output_tokens=3, verifies=2, verified_tokens=3, end_to_end_ms=9.0)
+    out = Output("<b>\n" + "x" * 80, (1, 2, 3), "stop", stats, warnings=("not\nheld",))
+    want = "stop, 3 tokens, accept length 1.50, 4.5 ms a token, warning: not held>"
+    assert repr(out) == f"<Output '<b>\\n{'x' * 55}…': {want}"
+    html = out._repr_html_()
+    assert f"&lt;b&gt;\n{'x' * 80}</pre>" in html
+    assert "stop · 3 tokens · accept length 1.50" in html
+    failed = Output("", (), "error", RequestStats(), error="lost", verdict=Verdict(False, "$: no"))
+    assert repr(failed) == "<Output '': error: lost, 0 tokens, invalid: $: no>"
 
 
 def test_a_function_stands_for_its_arguments(engine: Engine) -> None:

@@ -108,10 +108,10 @@ def test_kernels_never_ask_for_the_devices_data() -> None:
             assert launches, work.name
             assert all(size > 0 for one in launches for size in one.grid), work.name
     with FakeTensorMode(), use("reference"):
-        rows, flags = torch.ones(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.bool)
+        rows, places = torch.ones(2, 1, dtype=torch.int32), torch.arange(2)
         logits = torch.zeros(2, 9)
         with pytest.raises(RuntimeError, match="nonzero"):
-            kernels.masked_choose(logits, rows, flags)
+            kernels.masked_choose(logits, rows, places)
 
 
 def test_kernel_tables_name_what_serving_asks_for() -> None:

@@ -152,12 +152,17 @@ def test_kernel_rotate_and_store_is_its_parts() -> None:
         assert caches[0].view(12, 2, 6)[[9, 0, 4]].abs().min() > 0
 
 
-def test_kernel_masked_choose_minds_flags() -> None:
+def test_kernel_masked_choose_minds_places() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]] * 3)
     rows = torch.tensor([[0b101], [0b101], [0]], dtype=torch.int32)
     assert kernels.masked_choose(logits.clone(), rows).tolist() == [2, 2, -1]
-    flags = torch.tensor([False, True, False])
-    assert kernels.masked_choose(logits.clone(), rows, flags).tolist() == [1, 2, 1]
+    places = torch.tensor([-1, 1, -1])
+    assert kernels.masked_choose(logits.clone(), rows[:2], places).tolist() == [1, 2, 1]
+    assert kernels.masked_choose(logits.clone(), rows, torch.tensor([2, 0, 0])).tolist() == [
+        -1,
+        2,
+        2,
+    ]
     warm, seeds = torch.full((3,), 1.0), torch.arange(60).view(20, 3)
     drawn = [
         kernels.masked_choose(

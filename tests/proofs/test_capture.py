@@ -193,6 +193,10 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         lambda x: x.clone().index_put_((x > 0,), x.new_zeros(())),
         "counts a mask's entries",
     ),
+    "an expanded tensor that is written to": (
+        lambda x: x.new_zeros(1).expand(2).copy_(x.flatten()[:2]),
+        "share their memory",
+    ),
     "tensor": (lambda x: torch.tensor([1, 2], device=x.device), "comes up from the host"),
     "new_tensor": (lambda x: x.new_tensor([1, 2]), "comes up from the host"),
     "single tensor": (lambda x: torch.tensor(3, device=x.device), "comes up from the host"),

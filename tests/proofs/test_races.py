@@ -66,7 +66,7 @@ def watch_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         found = trees(worker, step)
         nodes = int(found[0].offsets[-1])
         buffers = step.buffers
-        for buffer in (buffers.masks[:nodes], buffers.runs[:nodes], buffers.limits):
+        for buffer in (buffers.masks[:nodes], buffers.runs[1 : 1 + nodes], buffers.limits):
             world.by_host(buffer, write=True)
         return found
 
@@ -79,8 +79,8 @@ def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
 
     def buffers(self: Buffers, *args: Any) -> None:
         make_buffers(self, *args)
-        for name in ("masks", "limits", "runs"):
-            setattr(self, f"device_{name}", torch.zeros_like(getattr(self, name)))
+        for name in ("masks", "limits", "runs", "places"):
+            setattr(self, f"device_{name}", getattr(self, name).clone())
 
     def events(self: Events, *args: Any) -> None:
         make_events(self, *args)

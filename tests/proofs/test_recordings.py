@@ -3,7 +3,7 @@ few kernels. A mutant of each is found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,14 +21,22 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.models.config import ModelConfig
+from overlap_spec.tiers import Tier
 from overlap_spec.worker import graph_runner as graph_module
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.build import graph_bytes
 from overlap_spec.worker.graph_runner import GraphRunner
-from overlap_spec.worker.graphs import packed_size, packed_sizes, padded_size, powers_of_two
+from overlap_spec.worker.graphs import (
+    graph_size,
+    packed_size,
+    packed_sizes,
+    padded_size,
+    powers_of_two,
+)
 from overlap_spec.worker.in_flight import Buffers, Rotation
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.phases import Phases
+from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.capture import Kernels, as_on_a_gpu, engine_of
 from tests.support.held_graphs import HeldGraphs
@@ -106,7 +114,7 @@ def every_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def powers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of powers of two, as kernels differ."""
-    sizes = lambda _, most: [padded_size(n) for n in powers_of_two(most)]  # noqa: E731
+    sizes = lambda self, most: [self.padded(n) for n in powers_of_two(most)]  # noqa: E731
     monkeypatch.setattr(HeldGraphs, "sizes", sizes)
 
 
@@ -168,6 +176,8 @@ def outputs_of(engine: Engine) -> tuple[int, int, int]:
     limits = batches(engine.config, core.policy, with_wide(core.policy.tiers))
     with as_on_a_gpu(core.worker) as (_, graphs, _):
         graphs.record_all(limits)
+        assert core.worker.guard.fault is None
+        assert graphs.count == at_start(core.worker, limits)
         seen: dict[int, int] = {}
         sums = {True: 0, False: 0}
         for key, recorded in sorted(graphs._known.items(), key=lambda of: of[0][0] != "verify"):
@@ -206,6 +216,70 @@ def test_outputs_that_do_not_share_their_memory_are_seen(
     own, _, nodes = outputs_of(chain_engine)
     layers = len(runner.feature_layers)
     assert own > graph_bytes(runner.target.config, layers, nodes, runner.pool.k.dtype)
+
+
+def at_start(worker: Worker, limits: Mapping[Tier, int]) -> int:
+    """How many graphs a GPU records before the first request; nothing is recorded."""
+
+    def entered(graphs: GraphRunner, key: tuple[Any, ...], *_: Any) -> Any:
+        graphs._known[key] = key
+        return key
+
+    graphs = HeldGraphs(worker.runner, worker.guard, True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphRunner, "_new", entered)
+        graphs.record_all(limits)
+    return len(graphs._known)
+
+
+# Graphs of all tiers and sizes at 32 rows and at 64.
+GRAPHS = {"static": (190, 290), "auto": (830, 1250)}
+
+
+def graphs_of(tiny: dict[str, Any], adaptive: str) -> tuple[int, ...]:
+    found = []
+    for rows in (32, 64):
+        settings = {**CHAIN, "adaptive": adaptive, "max_running_requests": rows}
+        fixed = {"graphs": False, "overlap": "none", "lane_threads": 0, "max_total_tokens": 4096}
+        with chaos.build(tiny, **fixed, **settings) as engine:
+            core = engine.core
+            limits = batches(engine.config, core.policy, with_wide(core.policy.tiers))
+            found.append(at_start(core.worker, limits))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("adaptive", GRAPHS)
+def test_few_graphs_are_recorded_at_the_start(tiny: dict[str, Any], adaptive: str) -> None:
+    found = graphs_of(tiny, adaptive)
+    assert all(count <= most for count, most in zip(found, GRAPHS[adaptive], strict=True)), found
+
+
+def every_tier_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes behind the drafts is recorded for each tier."""
+    monkeypatch.setattr(graph_module, "_shape", lambda tier: tier)
+
+
+def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As finely as a CPU pads its batches."""
+    monkeypatch.setattr(graph_module, "graph_size", padded_size)
+
+
+@pytest.mark.parametrize("mutant", [every_tier_by_itself, every_size])
+def test_graphs_too_many_are_seen(
+    tiny: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    mutant: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    mutant(monkeypatch)
+    found = graphs_of(tiny, "auto")
+    assert all(count > most for count, most in zip(found, GRAPHS["auto"], strict=True)), found
+
+
+def test_sizes_of_graphs_are_few_and_near() -> None:
+    sizes = sorted({graph_size(batch) for batch in range(1, 65)})
+    assert sizes == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 56, 64]
+    for batch in range(1, 600):
+        assert padded_size(batch) <= graph_size(batch) < max(batch + 8, batch * 5 / 4)
 
 
 BUDGETS = {
@@ -277,7 +351,6 @@ def test_a_step_replays_the_draft_that_it_wants(
         for tier_, kinds in ((tier, 4), (wide_tier(tier), 2)):
             variants = graphs._variants(tier_)
             assert len(variants) == kinds
-            graphs._behind(tier_, 2)
             first, *others = [graphs.find_draft(tier_, 2, *kind) for kind in variants]
             # What comes behind takes any one's outputs where they are.
             for other in others:

@@ -91,11 +91,13 @@ def test_a_schema_in_gives_valid_json_out(page: Browser, server: Server) -> None
     assert text(page, "verdict") == "✓ whole JSON (finish_reason stop)"
     assert json.loads(text(page, "parsed")) == json.loads(text(page, "output"))
     assert int(page.evaluate("document.querySelector('dd').textContent")) > 5
-    assert re.search(r"exposed wait [\d.]+ ms · grammar [\d.]+ ms", text(page, "timeline-note"))
+    assert re.search(
+        r"wait for the grammar [\d.]+ ms · grammar [\d.]+ ms", text(page, "timeline-note")
+    )
     lanes = page.evaluate("[...document.querySelectorAll('#lanes div')].map(d => d.textContent)")
     # Where torch has all threads, prompts are computed in the lane of the rest.
     assert [lane for lane in lanes if lane != "prefill"] == [
-        "host", "plan", "compute", "copy", "lane",
+        "host", "plan", "compute", "copy", "grammar",
     ]  # fmt: skip
     assert page.evaluate("document.querySelectorAll('#scroll rect.span').length") > 20
     sent = [e["request"] for e in page.told("Network.requestWillBeSent")]
@@ -231,6 +233,8 @@ def test_faults_are_told_beside_their_field(page: Browser, server: Server) -> No
     write(page, "source", '{"type": ')
     page.press("Enter", 13, CTRL)
     assert text(page, "error").startswith("JSON schema: ")
+    assert text(page, "verdict") == f"not sent: {text(page, 'error')}"
+    assert text(page, "output") == ""
     assert page.evaluate("document.activeElement.id") == "source"
     assert not [
         e
@@ -240,7 +244,9 @@ def test_faults_are_told_beside_their_field(page: Browser, server: Server) -> No
     write(page, "source", '{"type": "integr"}')
     run(page)
     assert "integr" in text(page, "error")
-    assert text(page, "verdict") == "failed"
+    assert text(page, "verdict").startswith("failed: ")
+    assert "integr" in text(page, "verdict")
+    assert page.evaluate("document.getElementById('source-field').nextElementSibling.id") == "error"
     assert page.evaluate("document.getElementById('source').ariaInvalid") == "true"
     write(page, "source", '{"type": "integer", "maximum": 9, "minimum": 1}')
     write(page, "temperature", "-1")
@@ -294,11 +300,13 @@ def test_words_are_explained(page: Browser) -> None:
     hints = page.evaluate(
         "[...document.querySelectorAll('abbr')].map(a => [a.textContent, a.title])"
     )
-    words = {"verify", "tier", "lane", "exposed", "exposed wait"}
+    words = {"verify", "grammar", "wait", "accept length"}
     assert {word.lower() for word, _ in hints} == words
     assert all(len(hint) > 40 for _, hint in hints)
     listed = page.evaluate("[...document.querySelectorAll('#words dt')].map(d => d.textContent)")
-    assert {"verify", "tier", "lane", "exposed"} <= set(listed)
+    assert {"verify", "draft", "grammar", "wait", "accept length"} <= set(listed)
+    private = "/\\b(lane|tier|exposed|fate)\\b/i.test(document.body.innerText)"
+    assert not page.evaluate(private)
 
 
 @needs_weights
@@ -398,6 +406,7 @@ def test_a_link_holds_the_request_and_runs_nothing(page: Browser, server: Server
 @needs_weights
 @needs_browser
 def test_a_race_shows_the_same_text_in_fewer_steps(page: Browser, server: Server) -> None:
+    select(page, "example", "Any object: JSON")
     write(page, "temperature", "0")
     page.evaluate("document.getElementById('race').click()")
     page.wait("document.getElementById('race-note').textContent.includes('against')")
@@ -406,6 +415,8 @@ def test_a_race_shows_the_same_text_in_fewer_steps(page: Browser, server: Server
     assert with_drafts * 2 < without
     assert text(page, "race-note").endswith("the same text")
     page.wait(IDLE)
+    assert EXAMPLES["Any object: JSON"][2] in text(page, "output")
+    assert text(page, "verdict").startswith("✓ whole JSON")
     classes = "[...document.querySelectorAll('#race-without span')].map(s => s.className)"
     assert "token drafted" not in page.evaluate(classes)
     assert errors(page) == []
@@ -457,8 +468,10 @@ def test_tokens_are_coloured_by_how_they_came(page: Browser) -> None:
     # The prefill's token is no verify's.
     assert text(page, "accept-note") == "3.50 on average"
     assert page.evaluate("document.querySelectorAll('#accept rect').length") == 7
-    assert text(page, "tier-note") == "3 steps × top 1, 4 nodes verified"
-    assert "exposed wait 2.00 ms · grammar 6.00 ms, 67% of it hidden" in text(page, "timeline-note")
+    assert text(page, "tier-note") == "now 4 tokens: guesses 3 deep, 1 wide"
+    assert "wait for the grammar 2.00 ms · grammar 6.00 ms, 67% of it hidden" in text(
+        page, "timeline-note"
+    )
     red = "getComputedStyle(document.querySelector('rect.exposed')).fill"
     assert page.evaluate(red) in ("rgb(214, 39, 40)", "rgb(240, 82, 79)")
     assert errors(page) == []

@@ -145,14 +145,21 @@ def test_steps_are_walked_and_chosen(replay: Browser) -> None:
     assert errors(replay) == []
 
 
+def test_the_time_of_a_token_is_by_the_servers_clock(page: Browser) -> None:
+    times = spans((11, "compute", "prefill", 0, 2), (13, "compute", "verify", 12, 18))
+    answer(page, {"/v1/chat/completions": (200, stream(STEPS)), "/timeline": (200, times)})
+    # Six tokens came in the 16 ms behind the first.
+    page.wait("document.getElementById('figures').textContent.includes('Each token2.7 ms')")
+
+
 def test_each_step_has_its_times(replay: Browser) -> None:
     legend = text(replay, "replay-legend")
-    for part in ("draft 2.00 ms", "verify 5.00 ms", "lane 6.00 ms", "exposed 1.00 ms"):
+    for part in ("draft 2.00 ms", "verify 5.00 ms", "grammar 6.00 ms", "wait 1.00 ms"):
         assert part in legend
     bars = "[...document.querySelectorAll('#replay-times rect title')].map(t => t.textContent)"
     assert replay.evaluate(bars)[:2] == ["draft: 2.000 ms", "verify: 5.000 ms"]
     click(replay, "replay-on")
-    assert "lane 0.00 ms" in text(replay, "replay-legend")
+    assert "grammar 0.00 ms" in text(replay, "replay-legend")
     answer(replay, {"/v1/chat/completions": (200, stream(STEPS)), "/timeline": (200, spans())})
     replay.wait("document.getElementById('replay-times').textContent.includes('no longer knows')")
     assert errors(replay) == []

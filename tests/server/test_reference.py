@@ -42,6 +42,8 @@ def test_the_pages_words_are_fields_routes_or_events() -> None:
     others |= {"sequence_number", "message_start", "message_delta", "enable_thinking"}
     others |= {"token_logprobs", "top_logprobs", "decoded_token", "cached_tokens"}
     others |= {"model_context_window_exceeded", "tool_result", "tool_use", "count_tokens"}
+    others |= {"acceptance_histogram", "num_spec_tokens"}
+    others |= {"accepted_prediction_tokens", "rejected_prediction_tokens"}
     for name in re.findall(r"`([a-z]+(?:_[a-z]+)+)`", own):
         assert name in fields | others, name
 

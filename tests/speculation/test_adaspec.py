@@ -13,11 +13,9 @@ from bench.simulated import stopped_steps, verified_lengths
 from overlap_spec.speculation.acceptance import (
     Calibration,
     DepthCounts,
-    children,
     expected,
-    narrower,
+    run_variance,
     slopes,
-    wider,
 )
 from overlap_spec.speculation.adaspec import (
     AdaSpecPolicy,
@@ -171,26 +169,21 @@ def test_a_drafter_without_confidences_is_known_by_what_was_accepted() -> None:
 
 def test_depth_counts_by_hand() -> None:
     """Depth 1: 2 of 3; depth 2: 1 of 2; each leans on the depth before with 4 trials."""
-    counts = DepthCounts(3, 0.5)
+    counts = DepthCounts(3)
     for accepted in (0, 1, 2):
         counts.add(2, accepted)
     assert (counts.tried, counts.passed) == ([3, 2, 0], [2, 1, 0])
     first = (2 + 4 * 0.7) / 7
     second = (1 + 4 * first) / 6
-    rates, trials = counts.rates(3)
+    rates, trials = counts.rates()
     assert rates == pytest.approx([first, second, second])
     assert trials == [7, 6, 4]
-    counts.fade()
+    counts.scale(0.5)
     assert counts.tried == [1.5, 1, 0]
     assert expected([0.5, 0.5]) == 0.75
     assert slopes([0.5, 0.5]) == [1.5, 0.5]
-    assert wider(0.5, 2.0) == 0.75
-    assert children(0.75, 0.5) == pytest.approx(2.0)
-    # At most a quarter of what is refused is saved.
-    assert wider(0.8, 2.0, 0.25) == pytest.approx(0.85)
-    for rate in (0.1, 0.3, 0.6, 0.9):
-        for saves in (0.25, 1.0):
-            assert narrower(wider(rate, 1.6, saves), 1.6, saves) == pytest.approx(rate)
+    # 0, 1 or 2, at shares of a half, a quarter and a quarter.
+    assert run_variance([0.5, 0.5]) == pytest.approx(0.25 * 1 + 0.25 * 4 - 0.75**2 + 0.05)
 
 
 # The policy

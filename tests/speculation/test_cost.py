@@ -203,11 +203,17 @@ def test_nothing_known_is_learnt() -> None:
 def test_the_error_of_a_comparison_shrinks_as_it_is_seen() -> None:
     cost = OnlineCost(MODEL, 0.3)
     chain, off = (shape_of(b, 1, 100) for b in (CHAIN, OFF))
-    before = cost.compare(off, OFF, [(chain, CHAIN)])[0][1]
+    over = np.array([1.0, -1.0])
+
+    def compare() -> tuple[float, float]:
+        log_ms, spread = cost.compare([(chain, CHAIN), (off, OFF)])
+        return over @ log_ms, over @ spread @ over
+
+    before = compare()[1]
     for _ in range(3):
         feed(cost, OFF, MODEL.step_ms(off))
         feed(cost, CHAIN, MODEL.step_ms(chain))
-    gain, after = cost.compare(off, OFF, [(chain, CHAIN)])[0]
+    gain, after = compare()
     assert after < before / 4
     assert gain == pytest.approx(np.log(MODEL.step_ms(chain) / MODEL.step_ms(off)), abs=0.03)
 

@@ -123,9 +123,16 @@ class Capture(TorchDispatchMode):
             target = args[0].device.type
         if target == "cpu" and on_device:
             self.refuse(f"{name} goes down to the host")
+        if packet == aten.copy_ and 0 in _strides(args[0]):
+            self.refuse(f"{name} writes to elements that share their memory")
         goes_up = target == DEVICE.type or on_device
         if goes_up and any(x.dim() or packet in COPIES for x in on_host):
             self.refuse(f"{name} comes up from the host")
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Of the dimensions that have several elements."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
 class Kernels(TorchDispatchMode):

@@ -21,19 +21,25 @@ def _mask_rows(i: Inputs, rows: int, vocab: int) -> Tensor:
     return torch.where(kind == 3, 0, some).to(torch.int32)
 
 
+def _places(i: Inputs, count: int, rows: int) -> Tensor:
+    """Which of so many mask rows each has; nearly half have none."""
+    return torch.where(i.bools(0.6, count), i.integers(0, rows, count), -1)
+
+
 @case
 def apply_bitmask(draw: Draw, device: torch.device) -> None:
     i = Inputs(draw, device)
     count, vocab = i.size(1, 6), i.size(1, 150)
     logits, rows = i.normal(count, vocab + 3)[:, :vocab], _mask_rows(i, count, vocab)
     logits = torch.where(i.bools(0.01, count, vocab), torch.nan, logits)
-    index = None
+    places = None
     if draw(st.booleans()):
-        index = i.distinct(i.size(0, count), count)
+        rows = rows[: i.size(1, count)]
+        places = _places(i, count, len(rows))
     mine, theirs = logits.clone(), logits.clone()
     with small("apply_bitmask"):
-        triton(kernels.apply_bitmask, mine, rows, index)
-    reference(kernels.apply_bitmask, theirs, rows, index)
+        triton(kernels.apply_bitmask, mine, rows, places)
+    reference(kernels.apply_bitmask, theirs, rows, places)
     assert torch.equal(mine.isnan(), theirs.isnan())
     assert torch.equal(mine.nan_to_num(0.0, 1e4, -1e4), theirs.nan_to_num(0.0, 1e4, -1e4))
 
@@ -96,11 +102,10 @@ def _compare(masked: Tensor, got: Tensor, want: Tensor, *settings: Tensor) -> No
             assert _right_kept(masked[row], heat, settings[1][row], theirs, filters)
 
 
-def _masked(logits: Tensor, rows: Tensor | None, flags: Tensor | None) -> Tensor:
+def _masked(logits: Tensor, rows: Tensor | None, places: Tensor | None) -> Tensor:
     masked = logits.clone()
     if rows is not None:
-        index = None if flags is None else flags.nonzero()[:, 0]
-        reference(kernels.apply_bitmask, masked, rows, index)
+        reference(kernels.apply_bitmask, masked, rows, places)
     return masked
 
 
@@ -112,16 +117,16 @@ def _choice(i: Inputs, sampled: bool) -> None:
     logits = torch.where(i.bools(i.one_of(0.0, 0.02), count, vocab), torch.nan, logits)
     kind = i.size(0, 2)
     rows = _mask_rows(i, count, vocab) if kind else None
-    flags = i.bools(0.5, count) if kind == 2 else None
+    places = _places(i, count, count) if kind == 2 else None
     settings: tuple[Tensor, ...] = ()
     if sampled:
         settings = i.uniform(count) * i.integers(0, 4, count), _keys(i, count)
     with small("choose"):
-        got = triton(kernels.masked_choose, logits.clone(), rows, flags, *settings)
+        got = triton(kernels.masked_choose, logits.clone(), rows, places, *settings)
         if rows is None:
             equal(triton(kernels.choose, logits, *settings), got)
-    want = reference(kernels.masked_choose, logits.clone(), rows, flags, *settings)
-    _compare(_masked(logits, rows, flags), got, want, *settings)
+    want = reference(kernels.masked_choose, logits.clone(), rows, places, *settings)
+    _compare(_masked(logits, rows, places), got, want, *settings)
 
 
 @case
@@ -155,14 +160,14 @@ def filtered_choice(draw: Draw, device: torch.device) -> None:
         torch.where(i.bools(0.1, count), 1.0, i.bools(0.4, count) * i.uniform(count) ** 3),
     )
     rows = _mask_rows(i, count, vocab) if draw(st.booleans()) else None
-    flags = i.bools(0.3, count)
+    places = _places(i, count, count)
     with small("choose__filtered"):
         if rows is None:
             got = triton(kernels.choose, logits, heat, keys, filters)
         else:
-            args = rows, flags, heat, keys, filters
+            args = rows, places, heat, keys, filters
             got = triton(kernels.masked_choose, logits.clone(), *args)
-    masked = _masked(logits, rows, flags)
+    masked = _masked(logits, rows, places)
     want = reference(kernels.choose, masked, heat, keys, filters)
     _compare(masked, got, want, heat, keys, *filters)
 

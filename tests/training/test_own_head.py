@@ -15,12 +15,14 @@ from rich.progress import Progress
 from examples.embedded_model.target import embedded_config, export_target, new_target
 from examples.embedded_model.tokenizer import corpus, train_tokenizer
 from overlap_spec import Engine, SamplingParams, cli
+from overlap_spec.cli.train import show
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import RopeConfig
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.training.acceptance import acceptance
+from overlap_spec.training import budget, generate, own_head
+from overlap_spec.training.acceptance import Acceptance, acceptance
 from overlap_spec.training.batches import Batch, RowStream
 from overlap_spec.training.export import export_head
 from overlap_spec.training.features import fill_cache
@@ -105,6 +107,45 @@ def test_a_stopped_training_ends_with_the_weights_of_an_unbroken_one(
     assert train(asked) == whole
     report = json.loads((asked.out / "report.json").read_text())
     assert report["steps"] > checkpoint["step"]
+
+
+class Clock:
+    """In the place of ``time``: each look at it takes a twentieth of a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 0.05
+        return self.now
+
+
+def test_a_training_keeps_its_minutes(folder, tmp_path, monkeypatch):
+    clock = Clock()
+    for module in (own_head, generate, budget):
+        monkeypatch.setattr(module, "time", clock)
+    asked = settings(folder, tmp_path / "out", epochs=None, minutes=0.1, own_answers=True)
+    with pytest.raises(KeyboardInterrupt):
+        train(asked, 3)
+    work = asked.out / "work"
+    answered, minutes = (work / "answers.jsonl").read_text(), (work / "minutes.json").read_text()
+    assert 0 < answered.count("\n") < len(CHATS) * 19 // 20
+    train(asked)
+    assert json.loads((asked.out / "report.json").read_text())["steps"] > 5
+    assert (work / "answers.jsonl").read_text() == answered
+    assert (work / "minutes.json").read_text() == minutes
+    clock.now = 0.0
+    train(replace(asked, out=tmp_path / "whole"))
+    assert 5.5 < clock.now < 6.5
+
+
+def test_a_head_that_drafts_nothing_right_is_told(tmp_path, capsys):
+    show(Acceptance(9, 9, (9, 0), (0, 0)), tmp_path)
+    told = capsys.readouterr().out
+    assert "accept length 1.00" in told
+    assert "none of its drafts was accepted" in told
+    show(Acceptance(12, 9, (9, 3), (3, 0)), tmp_path)
+    assert "none" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "eagle"])

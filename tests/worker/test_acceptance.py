@@ -316,7 +316,7 @@ def test_rules_never_ask_for_the_devices_data() -> None:
         place = Nodes(rows, rows, tree, rows)
         logits, words = torch.zeros(len(rows), VOCAB), torch.zeros(len(rows), 1)
         free = torch.zeros(COUNT, dtype=torch.bool)
-        masks = Masks(words.int(), free.repeat_interleave(nodes))
+        masks = Masks(words.int(), rows)
         chosen = rule(rows, logits, place, features, masks, free)
         assert chosen.shape == rows.shape
         with pytest.raises(RuntimeError):

@@ -34,6 +34,7 @@ TREE: dict[str, Any] = {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ngram": {"algorithm": "ngram", "draft": None},
     "grammar": {"algorithm": "grammar", "draft": None},
+    "row": {"algorithm": "slots,suffix,eagle3"},
     "draft-model": {"algorithm": "draft_model", "draft": "target", **TREE},
     "adaptive": {"adaptive": "default", **TREE},
     "by-cost": {"adaptive": "auto", "num_steps": 3},

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -11,18 +14,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, Roots
+from overlap_spec.engine import Engine
 from overlap_spec.engine import build as engine_build
 from overlap_spec.errors import EngineUnavailable
+from overlap_spec.grammar.spec import Grammar
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
-from overlap_spec.tiers import Tier
-from overlap_spec.worker.build import build_worker
+from overlap_spec.steps import StepPlan
+from overlap_spec.tiers import Budget, Tier
+from overlap_spec.types import Request, SamplingParams
+from overlap_spec.worker import follower as follower_module
+from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker.batch import PlanUpload, Staging
+from overlap_spec.worker.build import Room, build_worker
 from overlap_spec.worker.follower import Spans, follow
+from overlap_spec.worker.in_flight import Buffers, InFlightStep
 from overlap_spec.worker.lead import LeadWorker
-from overlap_spec.worker.messages import Call, encode_calls
+from overlap_spec.worker.messages import Call, encode_calls, pack_decision, take_decision
+from overlap_spec.worker.passes import Accepted
 from overlap_spec.worker.phases import Phases
+from overlap_spec.worker.results import NOT_NUMBERS
 from overlap_spec.worker.streams import InlineStream, InlineStreams, Value
+from overlap_spec.worker.tables import SamplingFeatures
 from overlap_spec.worker.worker import Worker
 from tests.support.chaos import build
 from tests.support.drafters import Echo
@@ -136,26 +151,176 @@ class FailsInRank1(Echo):
 
     recorded: ClassVar[bool] = False
 
-    def __init__(self, rank: int, rows: int, device: torch.device) -> None:
+    def __init__(self, target: Any, rows: int, device: torch.device) -> None:
         super().__init__(rows, device)
-        self.rank, self.drafts = rank, 0
+        self.norms = [p for name, p in target.named_parameters() if "norm" in name]
+        self.rank, self.drafts = target.config.shard.rank, 0
 
     @classmethod
     def build(cls, _config: Any, target: Any, tables: Any, _make_cache: Any) -> FailsInRank1:
-        return cls(target.config.shard.rank, len(tables.roots), tables.roots.device)
+        return cls(target, len(tables.roots), tables.roots.device)
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:
         self.drafts += 1
-        if self.rank == 1 and self.drafts > 2:
-            raise ValueError("in rank 1 alone")
-        return super().draft(roots, tier)
+        draft = super().draft(roots, tier)
+        return self.wrong(draft) if self.rank == 1 and self.drafts > 2 else draft
+
+    def wrong(self, draft: Draft) -> Draft:
+        raise ValueError(f"in rank 1 alone, of {len(draft.tokens)} rows")
+
+
+class StraysInRank1(FailsInRank1):
+    """Drafts what rank 0 does not."""
+
+    def wrong(self, draft: Draft) -> Draft:
+        return draft._replace(tokens=draft.tokens + 1)
+
+
+class SpoilsRank1(FailsInRank1):
+    """Makes of rank 1's part of the target one whose sums are no numbers."""
+
+    def wrong(self, draft: Draft) -> Draft:
+        for norm in self.norms:
+            norm.fill_(torch.nan)
+        return draft
+
+
+def ranks(tiny: dict[str, Any], drafter: type[FailsInRank1]) -> Engine:
+    settings: dict[str, Any] = {"graphs": False, "num_steps": 3, "adaptive": "static"}
+    name = f"{__name__}:{drafter.__name__}"
+    return build(tiny, tensor_parallel_size=2, algorithm=name, **settings)
 
 
 @pytest.mark.ci
 @pytest.mark.timeout(300)
-def test_a_drafter_that_fails_in_one_rank_ends_the_engine(tiny: dict[str, Any]) -> None:
-    settings: dict[str, Any] = {"graphs": False, "num_steps": 3, "adaptive": "static"}
-    engine = build(tiny, tensor_parallel_size=2, algorithm=f"{__name__}:FailsInRank1", **settings)
+@pytest.mark.parametrize("drafter", [FailsInRank1, StraysInRank1])
+def test_a_drafter_that_fails_in_one_rank_ends_the_engine(
+    tiny: dict[str, Any], drafter: type[FailsInRank1]
+) -> None:
+    engine = ranks(tiny, drafter)
     with pytest.raises(EngineUnavailable, match="rank 1 ended with exit status 1"):
-        engine.generate("abc", None, {"max_tokens": 60, "ignore_eos": True})
+        engine.generate("abc", Grammar.regex("[a-z]{60}"), {"max_tokens": 60})
     engine.close()
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+def test_sums_of_garbage_end_the_requests_and_nothing_else(tiny: dict[str, Any]) -> None:
+    with ranks(tiny, SpoilsRank1) as engine:
+        grammars = [None, Grammar.regex("[a-z]{60}")]
+        asked = {"max_tokens": 60, "ignore_eos": True}
+        for _ in range(2):
+            for output in engine.generate(["abc"] * 2, grammars, asked):
+                assert output.error == NOT_NUMBERS
+
+
+def a_step(tokens: list[int]) -> InFlightStep:
+    """A step over one tree whose request has a grammar, read."""
+    streams, tier = InlineStreams(), Tier(2, 1, 3)
+    buffers = Buffers(tier, 1, 1, streams, torch.device("cpu"))
+    plan = StepPlan(0, Budget(tier), (0,), (), (7,), (True,), 9, ())
+    step = InFlightStep(plan, buffers, streams.event(), True, SamplingFeatures())
+    step.batch.set(PlanUpload(1, 1, int, torch.device("cpu"))(plan, Staging()))
+    buffers.links[:9] = torch.tensor([*tokens, 1, 2, -1, -1, -1, -1])
+    streams.copy.record(step.events.tree_on_host)
+    return step
+
+
+def test_a_decision_over_other_trees_is_refused() -> None:
+    own, same, other = (a_step(tokens) for tokens in ([5, 6, 7], [5, 6, 7], [5, 6, 8]))
+    own.read_trees()
+    own.buffers.masks[:3] = torch.tensor([[1], [2], [4]])
+    own.buffers.runs[1:4] = 9
+    own.buffers.limits.fill_(2)
+    for step in (same, other):
+        left = deque(pack_decision(own, True, [True]))
+        receive = lambda tensor, left=left: tensor.copy_(left.popleft())  # noqa: E731
+        if step is other:
+            with pytest.raises(RuntimeError, match="other trees than rank 0"):
+                take_decision(step, receive)
+            continue
+        assert take_decision(step, receive) == (True, [True])
+        for name in ("masks", "limits", "runs"):
+            assert torch.equal(getattr(step.buffers, name), getattr(own.buffers, name))
+    (dropped,) = pack_decision(own, False)
+    assert take_decision(other, lambda tensor: tensor.copy_(dropped)) == (False, [False])
+
+
+class NoPasses(Phases):
+    """Computes nothing."""
+
+    def draft(self, *_: Any, **__: Any) -> None: ...
+
+    def verify(self, *_: Any) -> None: ...
+
+    def accept(self, *_: Any) -> Accepted:
+        return Accepted(None, None)
+
+    def extend(self, *_: Any) -> None: ...
+
+
+class Steps:
+    """A group whose rank 0 tells one step again and again, and looks at what there is then."""
+
+    shard = SimpleNamespace(rank=1, size=2)
+    key = bytes(32)
+
+    def __init__(self, steps: int, look: Callable[[], tuple[int, ...]]) -> None:
+        plan = StepPlan(0, Budget(Tier(0, 1, 1)), (0,), (), (7,), (False,), 9, ())
+        (self.step,) = encode_calls(
+            [("upload", (plan,)), ("grow", (None,)), ("verify", ())], self.key
+        )
+        (self.end,) = encode_calls([("close", ())], self.key)
+        self.left, self.look, self.every = steps, look, steps // 10
+        self.seen: list[tuple[int, ...]] = []
+
+    def receive(self, tensor: Tensor, _: int = 0) -> None:
+        if tensor.dtype == torch.int32:
+            tensor.fill_(1)
+            self.left -= 1
+            if self.left % self.every == 0:
+                self.seen.append(self.look())
+        else:
+            tensor.copy_(self.step if self.left else self.end)
+
+
+def followed(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Objects, spans and handles after every tenth of 20,000 steps of a follower."""
+    monkeypatch.setattr(worker_module, "Phases", NoPasses)
+    monkeypatch.setattr(follower_module, "KEPT_SPANS", 64)
+    streams, spans = Noting(), Spans()
+
+    def look() -> tuple[int, ...]:
+        gc.collect()
+        return len(gc.get_objects()), len(Kept.spans), len(os.listdir("/proc/self/fd"))
+
+    config = EngineConfig(**{**tiny, "algorithm": "none", "graphs": False, "overlap": "none"})
+    config = replace(config, max_running_requests=2, context_length=64, max_total_tokens=128)
+    worker = build_worker(config, Room(3, 6), streams, spans.record)
+    worker.assign(0, Request(7, (5,), SamplingParams(), None, 9, frozenset({0}), 0, 0), [])
+    group = Steps(20_000, look)
+    follow(worker, cast("Group", group), spans)
+    Kept.spans.clear()
+    return group.seen
+
+
+def grows(seen: list[tuple[int, ...]]) -> bool:
+    """Whether there is more of anything after 20,000 steps than after 4,000."""
+    return any(late > early + 50 for early, late in zip(seen[1], seen[-1], strict=True))
+
+
+@pytest.mark.ci
+def test_a_follower_keeps_nothing_of_20000_steps(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = followed(tiny, monkeypatch)
+    assert len(seen) == 10
+    assert not grows(seen), seen
+
+
+@pytest.mark.ci
+def test_what_a_follower_keeps_is_seen(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Noting, "note", lambda _: None)
+    assert grows(followed(tiny, monkeypatch))

@@ -59,7 +59,7 @@ def test_kernel_apply_bitmask(vocab: int) -> None:
     apply_bitmask(masked, pack(allowed))
     assert torch.equal(masked, logits.masked_fill(~allowed, -torch.inf))
     some = logits.clone()
-    apply_bitmask(some, pack(allowed), torch.tensor([1, 4]))
+    apply_bitmask(some, pack(allowed)[[1, 4]], torch.tensor([-1, 0, -1, -1, 1]))
     assert torch.equal(some[[0, 2, 3]], logits[[0, 2, 3]])
     assert torch.equal(some[[1, 4]], masked[[1, 4]])
 

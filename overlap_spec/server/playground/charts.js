@@ -1,4 +1,4 @@
-// Tokens a verify, and the tier, over the steps of a run.
+// Tokens that a verify gave and that it checked, over the steps of a run.
 import { $, shape } from "./dom.js";
 import { acceptLength, verifies } from "./steps.js";
 import { ORIGINS } from "./words.js";
@@ -39,9 +39,9 @@ export function showSteps(all) {
 
 function showTiers(tiers, wide) {
   const last = tiers.at(-1);
-  $("tier-note").textContent = `${last.steps} steps × top ${last.top_k}, ${last.nodes} nodes verified`;
+  $("tier-note").textContent = `now ${last.nodes} tokens: guesses ${last.steps} deep, ${last.top_k} wide`;
   const top = Math.max(2, ...tiers.map((tier) => tier.nodes));
-  const { chart, y, left } = axes($("tier"), top, `Nodes verified a step, now ${last.nodes}`);
+  const { chart, y, left } = axes($("tier"), top, `Tokens checked a verify, now ${last.nodes}`);
   const path = tiers.map(({ nodes }, index) => `${index ? "L" : "M"}${left + index * wide} ${y(nodes)}h${wide}`);
   chart.append(shape("path", { d: path.join(""), fill: "none", stroke: "var(--drafted)", "stroke-width": 2 }));
 }

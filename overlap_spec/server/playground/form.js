@@ -54,6 +54,8 @@ export function body({ trees = false } = {}) {
 export function fail(message, param) {
   $("error").textContent = message;
   const field = param && (FIELDS[param.split(/[.[]/)[0]] ?? "source");
+  // Beside what is at fault, else beneath the buttons.
+  (field ? $(field).closest("form > div") : $("code")).after($("error"));
   for (const id of ["source", ...Object.values(FIELDS)]) $(id).setAttribute("aria-invalid", id === field);
   if (field) $(field).focus();
 }

@@ -3,7 +3,7 @@ import { $, element, shape, swatch } from "./dom.js";
 import { shown, stepTimes } from "./steps.js";
 import { COLOURS, bar } from "./timeline.js";
 import { drawTree, treeOf } from "./tree.js";
-import { FATES } from "./words.js";
+import { FATES, label } from "./words.js";
 
 // Where nobody knows how long a step took, in ms.
 const GUESSED_MS = 10;
@@ -101,12 +101,12 @@ function drawTimes(time) {
   const x = (ms) => left + (ms / time.end) * (width - left - 4);
   const chart = shape("svg", { width, height: rows.length * tall + 18, role: "img", "aria-label": "When the parts of this step ran" });
   rows.forEach((row, index) => {
-    chart.append(shape("text", { x: 0, y: index * tall + 17 }, row),
+    chart.append(shape("text", { x: 0, y: index * tall + 17 }, label(row)),
       shape("line", { class: "grid", x1: left, x2: width, y1: (index + 1) * tall, y2: (index + 1) * tall }));
     for (const { lane, name, start, end } of time.parts) {
       if ((lane === "lane") !== (row === "lane")) continue;
       bar(chart, { name, x: x(start), y: index * tall + 3, wide: x(end) - x(start), tall: tall - 6,
-        hint: `${name}: ${(end - start).toFixed(3)} ms` });
+        hint: `${label(name)}: ${(end - start).toFixed(3)} ms` });
     }
   });
   chart.append(shape("text", { x: left, y: rows.length * tall + 14 }, "0"),
@@ -117,7 +117,7 @@ function drawTimes(time) {
   const { draft, verify, lane, exposed, accept, extend } = time;
   const named = { draft, verify, lane, exposed, accept, extend };
   $("replay-legend").replaceChildren(...Object.entries(named).map(([name, ms]) =>
-    swatch(COLOURS[name === "lane" ? "fill" : name], `${name} ${ms.toFixed(2)} ms`)));
+    swatch(COLOURS[name === "lane" ? "fill" : name], `${label(name)} ${ms.toFixed(2)} ms`)));
   return (ms) => {
     line.setAttribute("visibility", ms === null ? "hidden" : "visible");
     for (const end of ["x1", "x2"]) line.setAttribute(end, x(Math.min(ms ?? 0, time.end)));
@@ -125,7 +125,7 @@ function drawTimes(time) {
 }
 
 // All steps -----------------------------------------------------------------------------------------
-// A column a step: the device's work upwards, the lane's beneath it.
+// A column a step: the device's work upwards, the grammar's beneath it.
 function drawStrip() {
   const holder = $("strip"), up = 46, down = 22;
   const known = times.filter(Boolean).map(({ draft, verify, exposed }) => draft + verify + exposed).sort((a, b) => a - b);
@@ -134,12 +134,12 @@ function drawStrip() {
   const room = $("strip-row").clientWidth;
   const pitch = Math.max(7, Math.min(44, Math.floor((room < 600 ? room : room * 0.6) / steps.length)));
   const chart = shape("svg", { width: pitch * steps.length, height: up + down, role: "img",
-    "aria-label": "Time of each step: draft, verify and exposed wait, and the lane beneath" });
+    "aria-label": "Time of each step: draft, verify and wait for the grammar, and the grammar’s own work beneath" });
   chart.append(shape("line", { class: "grid", x1: 0, x2: pitch * steps.length, y1: up, y2: up }));
   times.forEach((time, index) => {
     const x = index * pitch;
     const column = shape("g", { class: "column", "data-step": index }, undefined, time
-      ? `step ${index + 1}: draft ${time.draft.toFixed(2)}, verify ${time.verify.toFixed(2)}, lane ${time.lane.toFixed(2)}, exposed ${time.exposed.toFixed(2)} ms`
+      ? `step ${index + 1}: draft ${time.draft.toFixed(2)}, verify ${time.verify.toFixed(2)}, grammar ${time.lane.toFixed(2)}, wait ${time.exposed.toFixed(2)} ms`
       : `step ${index + 1}`);
     column.append(shape("rect", { class: "ground", x, y: 0, width: pitch, height: up + down }));
     let y = up;

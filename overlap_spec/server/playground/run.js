@@ -4,9 +4,9 @@ import { $, element, parseLines, pretty, swatch } from "./dom.js";
 import { body, fail } from "./form.js";
 import { showReplay } from "./replay.js";
 import { call, events, server, showServer } from "./server.js";
-import { acceptLength, shown, stepsBack } from "./steps.js";
+import { acceptLength, msBetween, shown, stepsBack } from "./steps.js";
 import { showTimeline } from "./timeline.js";
-import { ORIGINS } from "./words.js";
+import { ORIGINS, WORDS } from "./words.js";
 
 const narrow = matchMedia("(max-width: 800px)");
 let stopping = null;
@@ -34,28 +34,63 @@ function setBusy(busy) {
 
 export async function run(quiet = false) {
   const reply = await exclusively((signal) => answer(signal, quiet));
-  if (!reply) return;
+  if (reply) await finish(reply);
+}
+
+// Shows what a reply came to, and what ran when.
+export async function finish(reply) {
   showReply(reply);
   const [spans] = await Promise.all([showTimeline(stepsBack(reply.steps)), showServer()]);
-  if (reply === newest) showReplay(reply.steps, spans);
+  if (reply !== newest) return;
+  showFigures(reply, spans);
+  showReplay(reply.steps, spans);
 }
 
 async function answer(signal, quiet) {
-  const request = body({ trees: true });
-  if (!request) return undefined;
-  const reply = { kind: $("kind").value, content: "", calls: [], steps: [], counts: {}, start: performance.now() };
-  newest = reply;
-  clear();
+  const asked = request();
+  if (!asked) return undefined;
+  const reply = begin();
   if (narrow.matches && !quiet) $("output-title").scrollIntoView({ block: "start" });
   try {
-    const response = await call("/v1/chat/completions", { method: "POST", body: JSON.stringify(request), signal });
-    for await (const event of events(response)) take(reply, event);
+    // What nobody asked for is shown as a warm server answers it: a first request pays for grammar and recordings.
+    if (quiet) await read({}, asked, signal, () => {});
+    await read(reply, asked, signal);
   } catch (error) {
-    if (error.name === "AbortError") reply.reason = "stopped";
-    else fail(error.message, error.param);
+    failed(reply, error);
+  }
+  return reply;
+}
+
+// The form's request; where it has none, the output says so too.
+export function request() {
+  const asked = body({ trees: true });
+  if (asked) return asked;
+  clear();
+  $("verdict").textContent = `not sent: ${$("error").textContent}`;
+  return undefined;
+}
+
+export function begin() {
+  newest = { kind: $("kind").value, content: "", calls: [], steps: [], counts: {} };
+  clear();
+  return newest;
+}
+
+// Reads an answer into the page, or to `seen` alone where the reply is not the page's.
+export async function read(reply, asked, signal, seen = () => {}) {
+  reply.start = performance.now();
+  const options = { method: "POST", body: JSON.stringify(asked), signal };
+  for await (const event of events(await call("/v1/chat/completions", options))) {
+    if (reply === newest) take(reply, event);
+    seen(event);
   }
   reply.end = performance.now();
-  return reply;
+}
+
+export function failed(reply, error) {
+  reply.end = performance.now();
+  if (error.name === "AbortError") reply.reason = "stopped";
+  else fail(reply.fault = error.message, error.param);
 }
 
 function clear() {
@@ -76,7 +111,7 @@ function take(reply, event) {
   const pieces = choice ? readDelta(reply, choice.delta) : [];
   if (choice?.finish_reason) reply.reason = choice.finish_reason;
   const tokens = told ? told.tokens : pieces;
-  if (tokens.length && reply.first === undefined) reply.first = performance.now();
+  if (tokens.length && reply.first === undefined) [reply.first, reply.atFirst] = [performance.now(), tokens.length];
   for (const token of tokens) showToken(reply, token);
   if (told) reply.steps.push(told);
   // Many pieces may come in one frame of the screen.
@@ -118,17 +153,24 @@ function showToken(reply, token) {
   if (follows) output.scrollTop = output.scrollHeight;
 }
 
-function showReply(reply) {
+// `spans` have the server's own clock: on its way here what was written apart may come at once.
+function showFigures(reply, spans = []) {
   const { steps } = reply;
   const total = reply.tokens ?? steps.reduce((sum, step) => sum + step.tokens.length, 0);
-  showProgress(reply);
-  const ttft = reply.first - reply.start;
-  const mean = acceptLength(steps);
-  const figures = { Tokens: total, "First token": `${ttft.toFixed(0)} ms`,
-    "Each token": `${((reply.end - reply.first) / (total - 1)).toFixed(1)} ms`, "Accept length": mean?.toFixed(2) };
+  // Tokens that came with the first one took no time of their own.
+  const later = total - reply.atFirst;
+  const took = msBetween(steps, spans) ?? reply.end - reply.first;
+  const figures = { Tokens: total, "First token": `${(reply.first - reply.start).toFixed(0)} ms`,
+    "Each token": later > 0 ? `${(took / later).toFixed(1)} ms` : undefined, "Accept length": acceptLength(steps)?.toFixed(2) };
   $("figures").replaceChildren(...Object.entries(figures)
     .filter(([, value]) => value !== undefined && !/NaN|Infinity/.test(value))
-    .map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
+    .map(([name, value]) => element("div", {}, element("dt", {}, named(name)), element("dd", {}, String(value)))));
+}
+
+function showReply(reply) {
+  const { steps } = reply;
+  showProgress(reply);
+  showFigures(reply);
   if (!steps.length && !server.token_origins) {
     $("accept-note").textContent = $("tier-note").textContent = "(this server does not tell)";
   }
@@ -139,8 +181,14 @@ function showReply(reply) {
   $("parsed").textContent = value === undefined ? "" : pretty(value);
 }
 
-function judge({ kind, content, calls, reason }) {
-  if (reason === undefined) return ["failed"];
+// A figure's name, with its meaning where that has a word.
+function named(name) {
+  const title = WORDS[name.toLowerCase()];
+  return title ? element("abbr", { title }, name) : name;
+}
+
+function judge({ kind, content, calls, reason, fault }) {
+  if (reason === undefined) return [`failed: ${fault}`];
   if (reason === "length") return ["cut at max tokens (finish_reason length)"];
   if (reason === "stopped") return ["stopped"];
   const end = `(finish_reason ${reason})`;

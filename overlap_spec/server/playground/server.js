@@ -7,7 +7,9 @@ export let server = {};
 export async function call(path, options = {}) {
   const key = $("key").value;
   const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
-  const response = await fetch(path, { ...options, headers });
+  const response = await fetch(path, { ...options, headers }).catch((error) => {
+    throw error.name === "AbortError" ? error : new Error("the server does not answer");
+  });
   if (response.ok) return response;
   const body = await response.json().catch(() => null);
   if (response.status === 401) $("connection").open = true;

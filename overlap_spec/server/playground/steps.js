@@ -28,6 +28,14 @@ export function stepsBack(steps) {
   return numbers.length ? Math.min(MOST_STEPS, numbers.at(-1) - numbers[0] + 1 + SINCE) : 0;
 }
 
+// Milliseconds from the end of an answer's first step to the end of its last; undefined where nobody knows.
+export function msBetween(steps, spans) {
+  const ends = [steps[0], steps.at(-1)].map((step) => spans.filter((span) => span.lane === "compute" && span.step === step?.draft?.step)
+    .reduce((most, { end_ns }) => Math.max(most, end_ns), -Infinity));
+  const ms = (ends[1] - ends[0]) / 1e6;
+  return ms > 0 && ms < Infinity ? ms : undefined;
+}
+
 // Of each step of an answer: when its parts ran, in ms from its first; null where nobody knows any more.
 export function stepTimes(steps, spans) {
   const byStep = Map.groupBy(spans, (span) => span.step);

@@ -2,7 +2,7 @@
 import { $, element, shape, swatch } from "./dom.js";
 import { call } from "./server.js";
 import { union } from "./steps.js";
-import { WORDS } from "./words.js";
+import { label, WORDS } from "./words.js";
 
 const ALWAYS = ["host", "plan", "compute", "copy", "lane"];
 export const COLOURS = { draft: "#f2a541", verify: "#4e79a7", accept: "#c7b42c", extend: "#59a14f", fill: "#af7aa1",
@@ -41,7 +41,7 @@ function lastRun(spans) {
 
 const unionMs = (spans) => union(spans.map(({ start_ns, end_ns }) => ({ start: start_ns, end: end_ns }))) / 1e6;
 
-// Rows of a lane: spans that run at once lie beneath each other.
+// Rows of a stream: spans that run at once lie beneath each other.
 function packed(spans) {
   const rows = [];
   for (const span of spans) {
@@ -62,8 +62,8 @@ function drawTimeline(spans) {
   const waited = unionMs(exposed);
   const share = `, ${(100 * Math.max(0, 1 - waited / grammar)).toFixed(0)}% of it hidden`;
   $("timeline-note").replaceChildren(...(spans.length ? [
-    element("span", { className: waited ? "wait" : "" }, element("abbr", { title: WORDS.exposed }, "exposed wait"),
-      ` ${waited.toFixed(2)} ms`),
+    element("span", { className: waited ? "wait" : "" }, element("abbr", { title: WORDS.wait }, "wait"),
+      ` for the grammar ${waited.toFixed(2)} ms`),
     grammar ? ` · grammar ${grammar.toFixed(2)} ms${share}` : " · no grammar"] : ["no steps yet"]));
   const start = Math.min(...spans.map((s) => s.start_ns)), end = Math.max(...spans.map((s) => s.end_ns));
   const steps = new Map();
@@ -72,7 +72,7 @@ function drawTimeline(spans) {
   const lanes = spans.some(({ lane }) => lane === "prefill") ? ALWAYS.toSpliced(3, 0, "prefill") : ALWAYS;
   const high = 30, head = 18, foot = 18, bottom = head + high * lanes.length;
   $("lanes").replaceChildren(...(spans.length ? lanes : []).map((lane, index) => {
-    const name = element("div", {}, lane === "lane" ? element("abbr", { title: WORDS.lane }, lane) : lane);
+    const name = element("div", {}, lane === "lane" ? element("abbr", { title: WORDS.grammar }, label(lane)) : lane);
     name.style.cssText = `height: ${high}px; line-height: ${high}px; margin-top: ${index ? 0 : head}px`;
     return name;
   }));
@@ -93,14 +93,14 @@ function drawTimeline(spans) {
     const tall = (high - 6) / Math.max(1, rows.length);
     rows.forEach((row, number) => row.forEach(({ name, start_ns: from, end_ns: to, step }) => bar(chart, {
       name, x: x(from), y: head + high * index + 3 + number * tall, wide: x(to) - x(from), tall: tall - 1,
-      hint: `${name}, step ${step}: ${((to - from) / 1e6).toFixed(3)} ms` })));
+      hint: `${label(name)}, step ${step}: ${((to - from) / 1e6).toFixed(3)} ms` })));
   });
   for (let i = 0; i <= 4; i++) chart.append(shape("text", { x: 2 + (i * (width - 4)) / 4, y: bottom + 14,
     "text-anchor": ["start", "middle", "middle", "middle", "end"][i] }, `${(((end - start) / 1e6) * i / 4).toFixed(1)} ms`));
   $("scroll").replaceChildren(...(spans.length ? [chart] : []));
   const names = Object.keys(COLOURS).filter((name) => spans.some((span) => span.name === name));
   $("spans-legend").replaceChildren(...names.map((name) =>
-    swatch(COLOURS[name], name === "exposed" ? "exposed: compute waits for masks" : name)));
+    swatch(COLOURS[name], name === "exposed" ? "wait: compute waits for the grammar" : name)));
 }
 
 // One piece of work, with its name where that fits.
@@ -108,7 +108,7 @@ export function bar(chart, { name, x, y, wide, tall, hint }) {
   const width = Math.max(1, wide);
   chart.append(shape("rect", { x, y, width, height: tall, rx: 2, fill: COLOURS[name] ?? "var(--soft)",
     class: name === "exposed" ? "exposed" : "span" }, undefined, hint));
-  if (tall < 13 || width < name.length * 7 + 6) return;
+  if (tall < 13 || width < label(name).length * 7 + 6) return;
   chart.append(shape("text", { x: x + width / 2, y: y + tall / 2 + 4, "text-anchor": "middle",
-    class: `name ${DARK.includes(name) ? "on-dark" : "on-light"}` }, name));
+    class: `name ${DARK.includes(name) ? "on-dark" : "on-light"}` }, label(name)));
 }

@@ -21,11 +21,15 @@ export const FATES = {
 export const WORDS = {
   draft: "A guess of the next tokens: by a small model, by the text so far, or by the grammar. A tree of them is checked at once.",
   verify: "One pass of the model over all guessed tokens; those that the model itself would choose are kept, and one more of its own.",
-  tier: "How much is guessed a step: how many steps deep, how many branches wide, how many tokens are verified. It adapts.",
-  lane: "The CPU’s work on the grammar: it says which tokens are legal at each guess, while verify runs.",
-  exposed: "Time in which the model waited for the lane: grammar work that verify did not hide. The aim is none.",
+  "accept length": "How many tokens a verify gives on average: the guesses that it keeps, and one of its own. 1 is plain decoding.",
+  grammar: "The CPU’s work on the rule: it says which tokens are legal at each guess, while verify runs.",
+  wait: "Time in which the model waited for the grammar: work on the rule that verify did not hide. The aim is none.",
   bonus: "The token that a verify adds of its own behind the guesses that it kept.",
 };
+
+// What the server calls it → what the page does.
+const SHOWN = { lane: "grammar", exposed: "wait" };
+export const label = (name) => SHOWN[name] ?? name;
 
 export function explain() {
   for (const word of document.querySelectorAll("abbr[data-word]")) word.title = WORDS[word.dataset.word];

@@ -1,0 +1,285 @@
+"""``auto`` on six simulated machines: how near it stays to the best fixed tier of each phase.
+
+``python -m bench.six_machines [--quick] [--json PATH] [--seed S] [--policy NAME]
+[--verifies N]`` runs no model. A
+machine is a formula for a step's time, with deviations of its own by tier and batch that no formula
+tells; a text is how often a draft of each depth is accepted, and what a tree saves of what a chain
+is refused. Every machine lives through all texts at batches of 1 to 64, in an order drawn by the
+seed, with nothing between them but new requests: that is how text, batch and grammar change in a
+server. Requests differ around their text. The policy is told coin flips and noisy times; what it
+comes to, and what each fixed tier would come to over the same requests, is told in expectation.
+
+Fields of the last line, beside those of every record (``bench.common``):
+    machines: Name → ``worst``, ``mean``, ``whole`` (of the best fixed tier's rate: the least phase,
+        the mean of all, and the whole life over the best single tier's), ``below`` (phases under
+        0.97, which is the aim), ``switches``, ``off``, ``trees`` (shares of the verifies).
+    worst, mean, below: Of all machines; ``phases`` is how many there are.
+    choose_us: Microseconds that the policy took a verify, to choose and to observe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import exp, sin
+from operator import mul
+from random import Random
+from typing import Any
+
+from bench.common import Run, flags, mean, rounded
+from bench.simulated import MACHINES as FORMULAS
+from overlap_spec.engine.cost_model import fit_times, tier_points
+from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
+from overlap_spec.speculation.policy import (
+    LengthPolicy,
+    RequestOutcome,
+    RequestView,
+    StepOutcome,
+    StepView,
+)
+from overlap_spec.speculation.presets import load_policy
+from overlap_spec.tiers import Budget, Tier
+from overlap_spec.worker.pass_times import PassTimes
+
+AIM = 0.97
+BATCHES = (1, 4, 16, 64)
+VERIFIES, QUICK_VERIFIES = 300, 120
+# Verifies that a request lives; the deviation of the logarithm of its own ease; of a machine's
+# tiers, of what is measured before the first request, and points that the time is enough for.
+LIFE, EASE, OWN, MEASURED, POINTS = (20, 80), 0.3, 0.04, 0.03, 10
+# Chance that one step takes four times as long.
+OUTLIER = 0.01
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``noise``: deviation of the logarithm of a step's time; ``load``: factor by verify."""
+
+    cost: CostModel
+    noise: float = 0.05
+    load: Callable[[int], float] = lambda _: 1.0
+
+
+MACHINES = {
+    # Rows are next to free.
+    "amx": Machine(CostModel(
+        verify=26.0, verify_node=0.12, verify_context=1e-3, draft=1.2, draft_branch=0.05,
+        draft_context=1e-4, knee_nodes=64, knee_node=0.3, grammar_node=0.01,
+    )),
+    "gpu": Machine(FORMULAS["h100"]),
+    # A row costs a sixth of a pass.
+    "one core": Machine(CostModel(
+        verify=9.0, verify_node=1.5, verify_context=1e-3, draft=0.6, draft_branch=0.15,
+        draft_context=1e-4, grammar_node=0.02,
+    )),
+    "draft dear": Machine(CostModel(
+        verify=20.0, verify_node=0.2, verify_context=1e-3, draft=5.0, draft_branch=0.3,
+        draft_context=2e-4, knee_nodes=32, knee_node=0.4,
+    )),
+    "grammar dear": Machine(CostModel(
+        verify=10.0, verify_node=0.1, verify_context=1e-3, draft=0.6, draft_branch=0.02,
+        draft_context=1e-4, knee_nodes=64, knee_node=0.1, grammar_node=0.6,
+    )),
+    # The load doubles and falls, slowly, and at once in the middle.
+    "noisy": Machine(
+        FORMULAS["cpu"], 0.2, lambda n: (1.5 + 0.5 * sin(n / 150)) * (1.6 if n % 2000 > 1000 else 1)
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Text:
+    """``rates``: of a chain's depths, given that the draft before was accepted; the last goes on.
+    ``saves``: share of what a chain is refused that a tree accepts."""
+
+    rates: tuple[float, ...]
+    saves: float
+    constrained: bool = False
+
+
+TEXTS = {
+    "copied": Text((0.95,), 0.4),
+    "code": Text((0.8, 0.8, 0.78, 0.75, 0.7), 0.35),
+    "prose": Text((0.6, 0.55, 0.5, 0.45, 0.4), 0.4),
+    "foreign": Text((0.15,), 0.1),
+    "forms": Text((0.5, 0.9, 0.95), 0.2, True),
+    "many words": Text((0.5,), 0.7, True),
+}  # fmt: skip
+
+
+class Request:
+    """One request: its text, how easy it is, and the verifies that are left of it."""
+
+    def __init__(self, number: int, text: Text, rng: Random) -> None:
+        self.number, self.text, self.left = number, text, rng.randint(*LIFE)
+        self._ease = exp(rng.gauss(0.0, EASE))
+        self._shares: dict[Tier, list[float]] = {}
+
+    def rates(self, tier: Tier) -> list[float]:
+        """Conditional acceptance by depth."""
+        known = self.text.rates
+        rates = [known[min(d, len(known) - 1)] ** self._ease for d in range(tier.steps)]
+        saves = self.text.saves if tier.top_k > 1 else 0.0
+        return [rate + (1 - rate) * saves for rate in rates]
+
+    def shares(self, tier: Tier) -> list[float]:
+        """Of the runs, those that reach each depth."""
+        found = self._shares.get(tier)
+        if found is None:
+            found = self._shares[tier] = list(accumulate(self.rates(tier), mul))
+        return found
+
+
+@dataclass
+class Lived:
+    """What a policy came to: of each phase, and as a whole, the share of the best fixed tier's."""
+
+    phases: list[dict[str, Any]]
+    whole: float
+    tiers: list[Tier]
+    policy_s: float
+    snapshot: dict[str, Any]
+
+    def figures(self) -> dict[str, Any]:
+        """See ``machines`` above."""
+        shares = [phase["of_best"] for phase in self.phases]
+        return {
+            "worst": min(shares),
+            "mean": mean(shares),
+            "whole": self.whole,
+            "below": sum(share < AIM for share in shares),
+            "switches": sum(a != b for a, b in zip(self.tiers, self.tiers[1:], strict=False)),
+            "off": mean([not tier.steps for tier in self.tiers]),
+            "trees": mean([tier.top_k > 1 for tier in self.tiers]),
+        }
+
+
+def phases_of(seed: int, batches: Sequence[int] = BATCHES) -> list[tuple[str, int]]:
+    """Every text at every batch, in an order of the seed's."""
+    cells = [(text, batch) for text in TEXTS for batch in batches]
+    return Random(f"order {seed}").sample(cells, len(cells))
+
+
+def live(
+    policy: LengthPolicy,
+    machine: Machine,
+    phases: Sequence[tuple[str, int]],
+    verifies: int,
+    seed: int,
+) -> Lived:
+    """Let a policy plan every verify of a machine's life; it is calibrated before."""
+    rng, numbers = Random(f"life {seed}"), iter(range(10**9))
+    own: dict[tuple[Tier, int], float] = {}
+
+    def step_ms(budget: Budget, view: StepView) -> float:
+        tier, batch = budget.tier, view.batch
+        key = tier, batch.bit_length()
+        if key not in own:
+            own[key] = exp(Random(f"own {seed} {key}").gauss(0.0, OWN))
+        shape = shape_of(budget, batch, view.context_tokens, view.constrained)
+        return own[key] * machine.cost.step_ms(shape)
+
+    def measured() -> Iterator[PassTimes]:
+        tiers, launch = policy.tiers, Tier(5, 1, 6)
+        for point in list(tier_points(tiers, launch, max(BATCHES)))[:POINTS]:
+            draft_ms = machine.cost.draft_ms(point.batch, point.tier.steps, point.tier.top_k, 0)
+            view = StepView(tuple(RequestView(n, 0) for n in range(point.batch)))
+            whole_ms = step_ms(Budget(point.tier), view)
+            noises = (exp(rng.gauss(0.0, MEASURED)) for _ in range(2))
+            yield PassTimes(point, draft_ms * next(noises), (whole_ms - draft_ms) * next(noises))
+
+    if policy.weighs_cost:
+        model = fit_times(list(measured()), "start-up fit")
+        policy.calibrate(model, max(PROFILE_SPREAD, model.error or 0.0))
+    budgets = {tier: Budget(tier) for tier in policy.tiers}
+    told: list[dict[str, Any]] = []
+    chosen: list[Tier] = []
+    requests: list[Request] = []
+    everything = {tier: [0.0, 0.0] for tier in policy.tiers}
+    sums, policy_s = [0.0, 0.0], 0.0
+    for name, batch in phases:
+        text, mine = TEXTS[name], [0.0, 0.0]
+        fixed = {tier: [0.0, 0.0] for tier in policy.tiers}
+        requests = requests[:batch]
+        for request in requests:
+            # Those under way end soon, one after the other.
+            request.left = min(request.left, rng.randint(1, 10))
+        for _ in range(verifies):
+            requests = [request for request in requests if request.left]
+            requests += [Request(next(numbers), text, rng) for _ in range(batch - len(requests))]
+            view = StepView(tuple(RequestView(r.number, 512, r.text.constrained) for r in requests))
+            start = time.process_time()
+            budget = policy.choose(view)
+            policy_s += time.process_time() - start
+            tier = budget.tier
+            for each, sum_of in fixed.items():
+                sum_of[0] += sum(1 + sum(request.shares(each)) for request in requests)
+                sum_of[1] += step_ms(budgets[each], view)
+            tokens = sum(1 + sum(request.shares(tier)) for request in requests)
+            ms = step_ms(budget, view)
+            mine = [mine[0] + tokens, mine[1] + ms]
+            seen_ms = ms * machine.load(len(chosen)) * rng.lognormvariate(0.0, machine.noise)
+            seen_ms *= 4 if rng.random() < OUTLIER else 1
+            outcomes = []
+            for request in requests:
+                request.left -= 1
+                coin = rng.random()
+                length = sum(coin < share for share in request.shares(tier))
+                outcomes.append(
+                    RequestOutcome(request.number, length, tier.nodes - 1, request.text.constrained)
+                )
+            chosen.append(tier)
+            start = time.process_time()
+            policy.observe(StepOutcome(view, budget, outcomes, seen_ms, batch * tier.nodes))
+            policy_s += time.process_time() - start
+        best = max(fixed, key=lambda each: fixed[each][0] / fixed[each][1])
+        share = mine[0] / mine[1] * fixed[best][1] / fixed[best][0]
+        told.append(
+            {"text": name, "batch": batch, "best": [best.steps, best.top_k], "of_best": share}
+        )
+        # As many tokens of each phase.
+        sums = [sums[0] + 1, sums[1] + mine[1] / mine[0]]
+        for each, (its, took) in fixed.items():
+            everything[each][1] += took / its
+    whole = min(took for _, took in everything.values()) / sums[1]
+    return Lived(told, whole, chosen, policy_s, policy.snapshot())
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = flags("six_machines", "Adaptive draft lengths on simulated machines.")
+    parser.add_argument("--policy", default="auto", help="as --adaptive takes it (default auto)")
+    parser.add_argument("--verifies", type=int, help="of a phase (default 300, quick 120)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends in one JSON line."""
+    options = parse(arguments)
+    run = Run("six_machines", options, arguments)
+    verifies = options.verifies or (QUICK_VERIFIES if options.quick else VERIFIES)
+    found, took_s, steps = {}, 0.0, 0
+    with run.progress() as progress:
+        for name in progress.track(MACHINES, description="machines"):
+            policy = load_policy(options.policy, 5, 1, None)
+            lived = live(policy, MACHINES[name], phases_of(options.seed), verifies, options.seed)
+            for phase in lived.phases:
+                run.sample(machine=name, **phase)
+            found[name] = lived.figures()
+            took_s, steps = took_s + lived.policy_s, steps + len(lived.tiers)
+    shares = [sample["of_best"] for sample in run.samples]
+    run.finish(
+        1,
+        **rounded({
+            "machines": found, "worst": min(shares), "mean": mean(shares),
+            "below": sum(share < AIM for share in shares), "phases": len(shares),
+            "choose_us": 1e6 * took_s / steps,
+        }),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
