@@ -156,6 +156,12 @@ class Step(NamedTuple):
             row: int32 `(words,)`, of tokens that lead to a place.
             needs: int64 `(places,)`: tokens that are enough behind each.
         """
+        if self.kinds is None:
+            inside = np.flatnonzero((row[self.few >> 5] >> (self.few & 31)) & 1)
+            after = self.few_after[inside]
+            order = np.lexsort((self.few[inside], needs[after]))[:count]
+            first = self.few[inside[order]].tolist()
+            return [(t, self.places[n]) for t, n in zip(first, after[order].tolist(), strict=True)]
         found: list[tuple[int, Place]] = []
         for need in np.unique(needs).tolist():
             tokens = tokens_of(self.row(needs == need, row))[: count - len(found)]
