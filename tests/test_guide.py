@@ -15,6 +15,7 @@ import pytest
 
 from overlap_spec import cli
 from tests.support.checkpoints import write_target
+from tests.support.prose import private_words, sentence_words
 from tests.support.serving import FIXED, Server, shared_server
 from tests.support.skips import needs_weights
 from tests.support.tiers import few
@@ -34,6 +35,25 @@ def shell(block: str, server: Server) -> str:
     block = block.replace("http://127.0.0.1:30000", server.url)
     done = subprocess.run(["bash", "-ec", block], capture_output=True, text=True, check=True)
     return done.stdout
+
+
+def test_a_guide_reads_in_short_sentences_of_the_fields_words() -> None:
+    """Of `python -m tests.support.prose`: the notebook and the two pages on how it is made, which
+    explain their words, are for those who doubt."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    guide = re.findall(r"- ([\w-]+\.md)", nav.partition("- Notebook:")[0])
+    assert {"streaming.md", "http.md", "tuning.md"} <= set(guide)
+    for name in guide:
+        text = (ROOT / "docs" / name).read_text()
+        counts = sentence_words(text) or [0]
+        assert sum(counts) / len(counts) <= 20, name
+        assert private_words(text) == [], name
+
+
+def test_what_counts_as_a_sentence() -> None:
+    page = "# A lane of tiers\n\nOne two `lane x`. Three!\n\n- four\n- [five](room.md) grafts\n"
+    assert sentence_words(f"{page}```\nsix. law.\n```\n| seven |\n") == [3, 1, 1, 2]
+    assert private_words(page) == ["grafts"]
 
 
 def test_the_site_has_each_page_once() -> None:
