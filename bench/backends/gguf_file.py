@@ -17,6 +17,7 @@ import torch
 
 from bench.padding.tensors import Source
 from overlap_spec.errors import CheckpointError
+from overlap_spec.gguf.file import LAYER
 from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.eagle3 import feature_layers, read_eagle3_config
 from overlap_spec.tokenizer import Tokenizer
@@ -24,18 +25,6 @@ from overlap_spec.tokenizer import Tokenizer
 HEAD = "eagle3"
 LARGEST = 1e6
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-# GGUF's name of each weight of a layer → ours.
-LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 def write_gguf(source: Path, out: Path, dtype: torch.dtype) -> None:

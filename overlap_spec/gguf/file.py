@@ -3,7 +3,8 @@
 A GGUF file holds what a Hugging Face checkpoint has in several: its metadata becomes
 ``config.json``, ``tokenizer.json`` and ``tokenizer_config.json`` in a folder of the cache, which
 links to the file; all that reads checkpoints reads that folder. Values are those of the package
-``gguf``, which llama.cpp's authors keep.
+``gguf``, which llama.cpp's authors keep; it takes seconds to read a large vocabulary, so where each
+tensor lies is kept in that folder too, and the package reads a file once.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +26,10 @@ from overlap_spec.caches import cache_folder
 from overlap_spec.errors import CheckpointError
 from overlap_spec.gguf.tokenizer import tokenizer_files
 
-LINK = "model.gguf"
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
+LINK, INDEX = "model.gguf", "tensors.json"
+# Types that torch has, and those that are dequantised.
+PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = (*PLAIN, "Q8_0", "Q4_0", "Q4_K", "Q6_K")
 # GGUF's architectures, and the published ones that they are.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -44,17 +47,35 @@ LAYER = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 # Factors of the rotation's frequencies, one a pair of channels: Llama 3.1's rule, worked out.
 ROPE_FACTORS = "rope_freqs.weight"
 # Weights of a group of Q4_0, and what its codes are counted from.
 GROUP, ZERO = 32, 8
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in a file.
+
+    Attributes:
+        name: The published one.
+        kind: GGUF's type.
+        shape: Outputs first.
+        offset, size_bytes: Of its data.
+        heads: How many heads' rows stand in llama.cpp's order; 0: they stand as published.
+    """
+
+    name: str
+    kind: str
+    shape: list[int]
+    offset: int
+    size_bytes: int
+    heads: int
 
 
 def unpack(file: Path) -> Path:
@@ -65,13 +86,18 @@ def unpack(file: Path) -> Path:
     """
     file = file.resolve()
     stat = file.stat()
-    version = f"{file} {stat.st_size} {stat.st_mtime_ns}".encode()
+    version = f"{file} {stat.st_size} {stat.st_mtime_ns} {INDEX}".encode()
     folder = cache_folder() / "gguf" / f"{file.stem}-{hashlib.sha256(version).hexdigest()[:12]}"
     if folder.exists():
         return folder
     reader = _open(file)
     _check_types(file, reader)
-    files = {"config.json": describe(file, reader), **tokenizer_files(file, Metadata(file, reader))}
+    meta = Metadata(file, reader)
+    files = {
+        "config.json": describe(file, reader),
+        **tokenizer_files(file, meta),
+        INDEX: list(_entries(file, reader, meta)),
+    }
     partial_folder = folder.with_name(f"{folder.name}.{os.getpid()}")
     partial_folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -179,36 +205,42 @@ def _rotation(
     }  # fmt: skip
 
 
-def stored(shard: Path) -> Iterator[tuple[str, Any, Sequence[int]]]:
+def stored(shard: Path) -> Iterator[tuple[str, Callable[[], Tensor], Sequence[int]]]:
     """Each tensor's published name, what reads it, and its shape, without reading it.
 
-    Raises:
-        CheckpointError: as :func:`unpack`.
+    Args:
+        shard: The link in a folder of :func:`unpack`.
     """
-    reader = _open(shard)
-    _check_types(shard, reader)
-    for name, tensor in _named(shard, reader):
-        yield name, partial(_weight, shard, reader, tensor), _shape(tensor)
+    for entry in _kept(shard):
+        yield entry.name, partial(_weight, shard, entry), entry.shape
 
 
-def grids(shard: Path) -> dict[str, tuple[int, Any]]:
+def grids(shard: Path) -> dict[str, tuple[int, Callable[[], list[Tensor]]]]:
     """The weights of 4 bits in groups of 32 (Q4_0): how many groups a row has, and what reads its
     codes uint8 ``(N, K)``, scales float32 and zeros uint8 ``(N, groups)``."""
-    reader = _open(shard)
     return {
-        name: (_shape(tensor)[1] // GROUP, partial(_grid, shard, reader, tensor))
-        for name, tensor in _named(shard, reader)
-        if tensor.tensor_type.name == "Q4_0" and len(tensor.shape) == 2
+        entry.name: (entry.shape[1] // GROUP, partial(_grid, shard, entry))
+        for entry in _kept(shard)
+        if entry.kind == "Q4_0" and len(entry.shape) == 2
     }
 
 
-def _open(file: Path) -> Any:
+def _kept(shard: Path) -> list[Entry]:
+    kept = json.loads(shard.with_name(INDEX).read_text(encoding="utf-8"))
+    return [Entry(*each) for each in kept]
+
+
+def _package(file: Path) -> Any:
     try:
-        gguf: Any = import_module("gguf")
+        return import_module("gguf")
     except ImportError:
         raise CheckpointError(
             f"{file} is a GGUF file, which the package gguf reads: pip install 'overlap-spec[gguf]'"
         ) from None
+
+
+def _open(file: Path) -> Any:
+    gguf = _package(file)
     try:
         return gguf.GGUFReader(file)
     except Exception as error:  # the package checks little of what it reads
@@ -229,62 +261,71 @@ def _all_float32(reader: Any) -> bool:
     return all(tensor.tensor_type.name == "F32" for tensor in reader.tensors)
 
 
-def _named(file: Path, reader: Any) -> Iterator[tuple[str, Any]]:
+def _entries(file: Path, reader: Any, meta: Metadata) -> Iterator[Entry]:
+    name = meta.needed("general.architecture")
+    queries = meta.needed(f"{name}.attention.head_count")
+    heads = {"attn_q": queries, "attn_k": meta.get(f"{name}.attention.head_count_kv", queries)}
     for tensor in reader.tensors:
         if tensor.name == ROPE_FACTORS:
             continue
-        outside, _, kind = tensor.name.rpartition(".")
-        if outside in OUTSIDE:
-            yield f"{OUTSIDE[outside]}.{kind}", tensor
-            continue
-        block, _, rest = tensor.name.removeprefix("blk.").partition(".")
-        part = rest.removesuffix(f".{kind}")
-        if not (tensor.name.startswith("blk.") and block.isdigit() and part in LAYER):
-            raise CheckpointError(f"{file}: no layer takes the GGUF tensor {tensor.name}")
-        yield f"model.layers.{block}.{LAYER[part]}.{kind}", tensor
+        part = tensor.name.split(".")[-2]
+        yield Entry(
+            _published(file, tensor.name),
+            tensor.tensor_type.name,
+            # GGUF's is the other way round.
+            [int(size) for size in reversed(tensor.shape)],
+            int(tensor.data_offset),
+            int(tensor.n_bytes),
+            int(heads.get(part, 0)) if name == "llama" else 0,
+        )
 
 
-def _shape(tensor: Any) -> list[int]:
-    """GGUF's is the other way round."""
-    return [int(size) for size in reversed(tensor.shape)]
+def _published(file: Path, name: str) -> str:
+    outside, _, kind = name.rpartition(".")
+    if outside in OUTSIDE:
+        return f"{OUTSIDE[outside]}.{kind}"
+    block, _, rest = name.removeprefix("blk.").partition(".")
+    part = (LAYER | HEAD_NORMS).get(rest.removesuffix(f".{kind}"))
+    if part is None or not (name.startswith("blk.") and block.isdigit()):
+        raise CheckpointError(f"{file}: no layer takes the GGUF tensor {name}")
+    return f"model.layers.{block}.{part}.{kind}"
 
 
-def _weight(file: Path, reader: Any, tensor: Any) -> Tensor:
+def _read(file: Path, entry: Entry) -> np.ndarray[Any, Any]:
+    raw = np.fromfile(file, np.uint8, entry.size_bytes, offset=entry.offset)
+    if len(raw) < entry.size_bytes:
+        raise CheckpointError(f"{file.resolve()} ends within {entry.name}: it has changed")
+    return raw
+
+
+def _weight(file: Path, entry: Entry) -> Tensor:
     """A tensor as a file without quantisation would hold it: in its own type, or float32."""
-    kind, shape = tensor.tensor_type.name, _shape(tensor)
-    if kind == "BF16":
-        whole = torch.from_numpy(np.array(tensor.data).view(np.uint16)).view(torch.bfloat16)
-    elif kind in ("F32", "F16"):
-        whole = torch.from_numpy(np.array(tensor.data))
+    raw, shape = _read(file, entry), entry.shape
+    if entry.kind in PLAIN:
+        whole = torch.from_numpy(raw).view(PLAIN[entry.kind])
     else:
-        from gguf.quants import dequantize
+        gguf = _package(file)
+        kind = gguf.GGMLQuantizationType[entry.kind]
+        whole = torch.from_numpy(gguf.quants.dequantize(raw.reshape(*shape[:-1], -1), kind))
+    return _halves(entry, whole.reshape(shape))
 
-        whole = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-    return _halves(file, reader, tensor, whole.reshape(shape))
 
-
-def _grid(file: Path, reader: Any, tensor: Any) -> list[Tensor]:
+def _grid(file: Path, entry: Entry) -> list[Tensor]:
     """A Q4_0 matrix as it is: of each 18 bytes the first two are the scale, of the rest the low
     halves come first."""
-    rows, width = _shape(tensor)
-    blocks = np.array(tensor.data).reshape(rows, width // GROUP, 2 + GROUP // 2)
+    rows, width = entry.shape
+    blocks = _read(file, entry).reshape(rows, width // GROUP, 2 + GROUP // 2)
     scales = torch.from_numpy(blocks[..., :2].copy().view(np.float16)[..., 0]).float()
     packed = torch.from_numpy(blocks[..., 2:].copy())
     codes = torch.cat([packed & 15, packed >> 4], -1).reshape(rows, width)
     parts = codes, scales, torch.full_like(scales, ZERO, dtype=torch.uint8)
-    return [_halves(file, reader, tensor, part).contiguous() for part in parts]
+    return [_halves(entry, part).contiguous() for part in parts]
 
 
-def _halves(file: Path, reader: Any, tensor: Any, whole: Tensor) -> Tensor:
+def _halves(entry: Entry, whole: Tensor) -> Tensor:
     """Rows of Llama's queries and keys in the published order: llama.cpp rotates neighbouring
     channels of a head where published weights rotate its halves."""
-    meta = Metadata(file, reader)
-    name = meta.needed("general.architecture")
-    part = tensor.name.split(".")[-2]
-    if name != "llama" or part not in ("attn_q", "attn_k"):
+    if not entry.heads:
         return whole
-    heads = meta.needed(f"{name}.attention.head_count")
-    if part == "attn_k":
-        heads = meta.get(f"{name}.attention.head_count_kv", heads)
-    pairs: Tensor = whole.unflatten(0, (heads, -1, 2))
+    pairs: Tensor = whole.unflatten(0, (entry.heads, -1, 2))
     return pairs.transpose(1, 2).reshape(whole.shape)

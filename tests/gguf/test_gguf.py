@@ -102,9 +102,13 @@ def test_each_type_is_what_the_package_says(kind: str, tmp_path: Path) -> None:
     def add(writer: Any) -> None:
         writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=quantised)
 
-    path = write(tmp_path / "one.gguf", more=add)
-    ((name, read, shape),) = stored(path)
-    assert (name, list(shape)) == ("model.layers.0.mlp.up_proj.weight", [4, width])
+    words = [("token_embd.weight", random(8, width), "F32")]
+    path = unpack(write(tmp_path / "one.gguf", tensors=words, more=add)) / LINK
+    found = {name: (read, list(shape)) for name, read, shape in stored(path)}
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert found.keys() == {"model.embed_tokens.weight", name}
+    read, shape = found[name]
+    assert shape == [4, width]
     want = torch.from_numpy(gguf.quants.dequantize(raw, quantised)).reshape(4, width)
     assert torch.isfinite(want).all()
     assert torch.equal(read().float(), want)
@@ -179,6 +183,26 @@ def test_a_files_folder_is_made_once_and_again_for_another_file(tmp_path: Path) 
     path.unlink()
     write(path, tensors=[*one, ("output.weight", random(8, 48, seed=1), "F32")])
     assert unpack(path) != folder
+
+
+def test_the_package_reads_a_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds where the vocabulary is large."""
+    path = write(tmp_path / "one.gguf", tensors=[("token_embd.weight", random(8, 48), "F32")])
+    folder = unpack(path)
+    monkeypatch.setattr(gguf, "GGUFReader", lambda _: pytest.fail("the file is read again"))
+    assert unpack(path) == folder
+    assert grid_names(folder) == {}
+    ((name, tensor),) = read_tensors(folder)
+    assert name == "model.embed_tokens.weight"
+    np.testing.assert_array_equal(tensor.numpy(), random(8, 48))
+
+
+def test_a_file_that_has_become_shorter_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "one.gguf", tensors=[("token_embd.weight", random(8, 48), "F32")])
+    folder = unpack(path)
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match=r"one\.gguf ends within model\.embed_tokens"):
+        dict(read_tensors(folder))
 
 
 def test_q4_0_keeps_its_codes(tmp_path: Path) -> None:
@@ -335,7 +359,7 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"no layer takes the GGUF tensor blk\.0\.odd\.weight"
     ):
-        list(stored(third))
+        unpack(third)
     part = write(
         tmp_path / "d.gguf", tensors=[embedding], more=lambda w: w.add_uint16("split.count", 3)
     )
