@@ -56,13 +56,18 @@ class Served:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end(self.process)
         self._log.close()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a process to end, and end it if it does not within a minute."""
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def rss_mib(pid: int) -> float:

