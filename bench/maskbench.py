@@ -25,16 +25,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.common import Run, flags, percentile, rounded
-from bench.masks import tokens
+from bench.masks import schemas, tokens
 from bench.masks.order import Order
 from bench.masks.tokens import Tokens
-from bench.workloads import OWN_SCHEMAS
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler
 from overlap_spec.grammar.backends import load
@@ -143,26 +141,17 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {**found, "max": max(values), "n": len(values)}
 
 
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    """The schemas of a file, one a line."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
     about = "what share of schemas is held exactly, and how fast masks are"
     parser = flags("maskbench", about, resumable=True)
-    parser.add_argument("--data", type=Path, default=OWN_SCHEMAS, help="schemas, .jsonl")
+    schemas.add_flags(parser)
     parser.add_argument("--backend", default="auto", help="grammar backend (default auto)")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or a Tekken file")
-    parser.add_argument("--vocab", type=int, metavar="N", help="rows of the output layer")
+    tokens.add_flags(parser)
     parser.add_argument("--in-process", action="store_true", help="compile here, without limits")
-    parser.add_argument("--limit", type=int, metavar="N", help="only N schemas, evenly spread")
     options = parser.parse_args(arguments)
     run = Run("maskbench", options, arguments)
-    entries = read_entries(options.data)
-    limit = options.limit or (QUICK if options.quick else len(entries))
-    entries = entries[:: max(1, len(entries) // limit)][:limit]
+    entries = schemas.entries_of(options, QUICK)
     chosen = tokens.read(options.tokenizer, options.vocab, options.seed)
     results: list[Result] = []
     backend = load(options.backend)(chosen.vocabulary)

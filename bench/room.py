@@ -20,17 +20,15 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.common import Run, flags, median, percentile, rounded
-from bench.maskbench import QUICK, compact, percentiles, read_entries
-from bench.masks import tokens
+from bench.maskbench import QUICK, compact, percentiles
+from bench.masks import schemas, tokens
 from bench.masks.order import Order
 from bench.masks.tokens import Tokens
-from bench.workloads import OWN_SCHEMAS
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler
 from overlap_spec.grammar.backends import load
@@ -134,17 +132,13 @@ def text_of(entry: dict[str, Any], chosen: Tokens) -> list[int]:
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
     parser = flags("room", "what it costs that outputs are whole, in mask time")
-    parser.add_argument("--data", type=Path, default=OWN_SCHEMAS, help="schemas, .jsonl")
-    parser.add_argument("--limit", type=int, metavar="N", help="only N schemas, evenly spread")
+    schemas.add_flags(parser)
     parser.add_argument("--backend", default="auto", help="grammar backend (default auto)")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or a Tekken file")
-    parser.add_argument("--vocab", type=int, metavar="N", help="rows of the output layer")
+    tokens.add_flags(parser)
     parser.add_argument("--rounds", type=int, default=5, metavar="R", help="far from the end")
     options = parser.parse_args(arguments)
     run = Run("room", options, arguments)
-    entries = read_entries(options.data)
-    limit = options.limit or (QUICK if options.quick else len(entries))
-    entries = entries[:: max(1, len(entries) // limit)][:limit]
+    entries = schemas.entries_of(options, QUICK)
     chosen = tokens.read(options.tokenizer, options.vocab, options.seed)
     feed = Feed(chosen.vocabulary.words)
     with (

@@ -20,13 +20,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from bench.common import Run, flags, rounded
 from bench.json_schema import is_valid
-from bench.maskbench import percentiles, read_entries
-from bench.workloads import OWN_SCHEMAS
+from bench.maskbench import percentiles
+from bench.masks import schemas
 from overlap_spec import Engine, Grammar
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.grammar.room.matcher import least_tokens
@@ -100,15 +99,12 @@ def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
     parser = flags("whole", "how many outputs are whole where there are few tokens for them")
-    parser.add_argument("--data", type=Path, default=OWN_SCHEMAS, help="schemas, .jsonl")
-    parser.add_argument("--limit", type=int, metavar="N", help="only N schemas, evenly spread")
+    schemas.add_flags(parser)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--parallel", type=int, default=len(MORE), metavar="P")
     options = parser.parse_args(arguments)
     run = Run("whole", options, arguments)
-    entries = read_entries(options.data)
-    limit = options.limit or (QUICK if options.quick else len(entries))
-    entries = entries[:: max(1, len(entries) // limit)][:limit]
+    entries = schemas.entries_of(options, QUICK)
     drawn = {"temperature": options.temperature, "seed": options.seed}
     settings: dict[str, Any] = {"complete": True, "mask_deadline_ms": None}
     with Engine(max_running_requests=options.parallel, **settings) as engine, run.progress() as bar:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import tempfile
@@ -25,6 +26,12 @@ class Tokens:
     name: str
     vocabulary: Vocabulary
     encode: Encode
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """``--tokenizer`` and ``--vocab``."""
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json or a Tekken file")
+    parser.add_argument("--vocab", type=int, metavar="N", help="rows of the output layer")
 
 
 def read(path: Path | None, size: int | None, seed: int) -> Tokens:
