@@ -16,6 +16,7 @@ from torch import Tensor
 
 from overlap_spec import kernels
 from overlap_spec.kernels import KeySpan
+from overlap_spec.kernels.experts import MANY
 
 HIDDEN, INTERMEDIATE, LAYERS = 4096, 14336, 32
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -294,7 +295,7 @@ def experts(d: Draw, rows: int) -> Work:
         draw,
         min(picks, EXPERTS) * matrices * d.dtype.itemsize,
         2 * picks * matrices,
-        config="experts/many" if picks > 32 * EXPERTS else "experts",
+        config="experts/many" if picks > MANY * EXPERTS else "experts",
     )
 
 

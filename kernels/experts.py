@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from overlap_spec.kernels.dispatch import operation
 from overlap_spec.kernels.scripting import traceable
 
+# Picks an expert, of all tokens' choices, from which the kernels' blocks are those of a prompt.
+MANY = 32
+
 
 @operation
 @traceable

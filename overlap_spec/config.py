@@ -356,7 +356,7 @@ class EngineConfig:
                 "algorithm: a drafter that is an object cannot be in several ranks' processes; "
                 "give package.module:Class"
             )
-        row = self.drafter.split(",") if self.own_drafter is None else []
+        row = self.drafters
         for name in row:
             if ":" not in name:
                 alone = ("none",) if len(row) == 1 else ()
@@ -425,7 +425,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}: the tree's file says it; leave it out")
         if self.adaptive.lower() != "static":
             raise ConfigError(f"tree: adaptive must be 'static' beside it, not {self.adaptive!r}")
-        for name in self.drafter.split(","):
+        for name in self.drafters:
             if name in ("ngram", "suffix", "slots"):
                 raise ConfigError(f"tree: the trees of {name!r} have the shape of what it finds")
         if self.drafter == "none":
@@ -478,6 +478,11 @@ class EngineConfig:
         return ",".join(n if ":" in n else n.lower().replace("-", "_") for n in row)
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names of the drafters in a row, or of the only one."""
+        return tuple(self.drafter.split(","))
+
+    @property
     def own_drafter(self) -> Any:
         """The drafter that is given as an object or a class in place of a name; else None."""
         given: Any = self.algorithm
@@ -488,7 +493,7 @@ class EngineConfig:
         """Folder of the draft head, if there is one; errors as for :attr:`target_path`."""
         if self.draft is not None:
             return find_folder(self.draft)
-        kind = "draft_model" if "draft_model" in self.drafter.split(",") else "eagle3"
+        kind = "draft_model" if "draft_model" in self.drafters else "eagle3"
         return EMBEDDED / kind if self.model is None else None
 
 

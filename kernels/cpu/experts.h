@@ -1,6 +1,8 @@
 // A mixture of experts, whose matrices are packed as for the native products.
 #pragma once
 
+#include <numeric>
+
 #include "layers.h"
 #include "products.h"
 

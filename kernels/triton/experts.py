@@ -14,12 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from overlap_spec.kernels.elementwise import silu_and_mul
-from overlap_spec.kernels.experts import activate
+from overlap_spec.kernels.experts import MANY, activate
 from overlap_spec.kernels.triton.launch import launch, power_of_two, require_float
 from overlap_spec.kernels.tuning import config
-
-# Tokens of an expert from which its blocks are those of a prompt.
-MANY = 32
 
 
 class _Sorted(NamedTuple):

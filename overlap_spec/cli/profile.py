@@ -36,12 +36,13 @@ def profile(**engine_flags: Any) -> None:
         def show_progress(done: tuple[int, int]) -> None:
             bar.update(task, completed=done[0], total=done[1])
 
-        model, path = measure(EngineConfig.build(**engine_flags), show_progress)
+        config = EngineConfig.build(**engine_flags)
+        model, path = measure(config, show_progress)
     table = Table("cost", "time", title="overlap-spec profile")
     for about, ms in costs(model):
         table.add_row(about, in_units(ms))
     Console().print(table)
-    for line in verdict(model, EngineConfig.build(**engine_flags).max_running_requests):
+    for line in verdict(model, config.max_running_requests):
         print(line)
     print(f"saved as {path}")
 

@@ -115,6 +115,10 @@ class HostDraft(NamedTuple):
     scores: Floats
 
 
+# Of a drafter on the host that has nothing to propose.
+NOTHING = HostDraft(np.empty(0, np.int64), None, np.empty(0, np.float32))
+
+
 class Committed(ABC):
     """Committed tokens on their way into the drafter.
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Self
 import numpy as np
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import Drafter, HostDraft, MakeCache, Tables
+from overlap_spec.drafters.base import NOTHING, Drafter, HostDraft, MakeCache, Tables
 from overlap_spec.drafters.grafts import graft
 from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.errors import ConfigError
@@ -25,7 +25,6 @@ from overlap_spec.models.decoder import Decoder
 from overlap_spec.steps import History
 from overlap_spec.tiers import Tier
 
-NOTHING = HostDraft(np.empty(0, np.int64), None, np.empty(0, np.float32))
 # Weight of what was seen before at each new step, and of what all requests saw in a new one's.
 KEPT, BEFORE = 0.9, 4.0
 # So much more a later member's draft must be worth than an earlier one's.
@@ -91,8 +90,8 @@ class RowDrafter(Drafter):
         self._all = [Tally(BEFORE, BEFORE) for _ in range(len(members) + 1)]
         self.known: OrderedDict[int, Known] = OrderedDict()
         # By batch, and whether the model drafts.
-        self._ms: dict[tuple[int, bool], deque[float]] = {}
-        self._begun = 0.0
+        self._seconds: dict[tuple[int, bool], deque[float]] = {}
+        # When the last step began, and of which kind it was.
         self._last: tuple[float, tuple[int, bool]] | None = None
 
     @property
@@ -108,7 +107,7 @@ class RowDrafter(Drafter):
     def build(
         cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
     ) -> Self:
-        names = config.drafter.split(",")
+        names = config.drafters
         built = [load_drafter(name).build(config, target, tables, make_cache) for name in names]
         for name, member in zip(names[:-1], built, strict=False):
             if not member.host:
@@ -121,7 +120,7 @@ class RowDrafter(Drafter):
         return cls(members, model, config.adaptive.lower() != "static")
 
     def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
-        self._clock(None)
+        begun = self._step_begins()
         known = [self._follow(history, tier) for history in histories]
         columns = [member.propose(histories, tier) for member in self.members]
         chosen, hosts, models = list[HostDraft](), list[float](), list[float]()
@@ -149,7 +148,7 @@ class RowDrafter(Drafter):
             request.by_model = asks and models[at] >= hosts[at]
             if request.by_model:
                 chosen[at] = NOTHING
-        self._clock((batch, asks))
+        self._last = begun, (batch, asks)
         return chosen
 
     def forget(self, history: History) -> None:
@@ -176,21 +175,18 @@ class RowDrafter(Drafter):
         return found
 
     def _cost(self, batch: int, by_model: bool) -> float:
-        times = [self._ms.get((batch, kind)) for kind in (False, True)]
+        times = [self._seconds.get((batch, kind)) for kind in (False, True)]
         if all(times):
             return median(times[by_model] or ())
         return MODEL_COST if by_model else 1.0
 
-    def _clock(self, kind: tuple[int, bool] | None) -> None:
-        """A step begins, None, or has been planned, of a kind: between two beginnings lies one."""
+    def _step_begins(self) -> float:
+        """Now; between two such lies one step, whose time is noted."""
         now = time.perf_counter()
-        if kind is not None:
-            self._last = self._begun, kind
-            return
-        self._begun = now
         if self._clocked and self._last is not None:
-            began, kind = self._last
-            self._ms.setdefault(kind, deque(maxlen=STEPS)).append(now - began)
+            begun, kind = self._last
+            self._seconds.setdefault(kind, deque(maxlen=STEPS)).append(now - begun)
+        return now
 
 
 def judge(draft: HostDraft, came: Sequence[int]) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple, Self
 import numpy as np
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import Drafter, HostDraft, MakeCache, Tables
+from overlap_spec.drafters.base import NOTHING, Drafter, HostDraft, MakeCache, Tables
 from overlap_spec.drafters.text_pool import best_first
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.steps import (
@@ -62,7 +62,6 @@ OPENING, CLOSING, APART = b"\"'[({ ", b"\"',]}", b" \t\n\"'([{<:=$#"
 # The most that a token's chance can be.
 STEP = 0.97
 
-NOTHING = HostDraft(np.empty(0, np.int64), None, np.empty(0, np.float32))
 WORD = re.compile(rb"(?<![0-9A-Za-z\x80-\xff])(?=[+\-#]?[0-9A-Za-z\x80-\xff])")
 # Where a span of words may end: behind it.
 BREAK = re.compile(rb"""(?=\s|$|[.,;:!?)\]}>"'|/]+(?:\s|$)|["')\]}>|])""")

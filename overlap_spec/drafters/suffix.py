@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import HostDraft
+from overlap_spec.drafters.base import NOTHING, HostDraft
 from overlap_spec.drafters.text_pool import END, LookupDrafter, TextPool, best_first
 from overlap_spec.steps import History
 from overlap_spec.tiers import Tier
@@ -29,8 +29,6 @@ DEPTH_PER_TOKEN = 2
 # Bytes of a state's dictionary while it has one transition, numbers included, and of each further
 # one as dictionaries grow.
 STATE_BYTES, TRANSITION_BYTES = 312, 120
-
-NOTHING = HostDraft(np.empty(0, np.int64), None, np.empty(0, np.float32))
 
 
 class Suffix(NamedTuple):

@@ -27,9 +27,8 @@ from overlap_spec.server.service import (
     findings,
     interleaved,
     new_id,
-    speculation,
     stop_reason,
-    usage,
+    usages,
 )
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import FinishReason, Output, Request, TokenLogprobs
@@ -78,8 +77,7 @@ class ChatFormatter(Format):
             told = outputs[0].prompt_logprobs
             shown = prompt_logprobs(self.tokenizer, request.prompt_ids, told, top)
             head |= {"prompt_logprobs": shown}
-        usages = {"usage": usage(outputs, [request])} | speculation(outputs)
-        return head | {"choices": choices} | usages
+        return head | {"choices": choices} | usages(outputs, [request])
 
     async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
         """The reply in chunks: for each choice its role, its deltas, and its finish reason."""
@@ -112,8 +110,7 @@ class ChatFormatter(Format):
                 yield head | {"choices": [choice]}
         if self.body.include_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]
-            usages = {"usage": usage(outputs, [handles[0].request])} | speculation(outputs)
-            yield head | {"choices": []} | usages
+            yield head | {"choices": []} | usages(outputs, [handles[0].request])
 
     def _head(self, kind: str) -> dict[str, Any]:
         created = int(time.time())

@@ -24,9 +24,8 @@ from overlap_spec.server.service import (
     findings,
     interleaved,
     new_id,
-    speculation,
     stop_reason,
-    usage,
+    usages,
 )
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Output, Request
@@ -108,8 +107,7 @@ class CompletionFormatter(Format):
             told = outputs[index - index % self._count].prompt_logprobs
             request = self.requests[index // self._count]
             choices.append(self._choice(index, output, request, told))
-        usages = {"usage": usage(outputs, self.requests)} | speculation(outputs)
-        return self.head | {"choices": choices} | usages
+        return self.head | {"choices": choices} | usages(outputs, self.requests)
 
     def _choice(self, index: int, output: Output, request: Request, told: Any) -> dict[str, Any]:
         shown, eos_ids = None, self.tokenizer.eos_ids
@@ -152,8 +150,7 @@ class CompletionFormatter(Format):
                 yield head | {"choices": [choice]} | extra
         if with_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]
-            usages = {"usage": usage(outputs, self.requests)} | speculation(outputs)
-            yield head | {"choices": []} | usages
+            yield head | {"choices": []} | usages(outputs, self.requests)
 
     def _echo(self, prompt: str | list[int]) -> str:
         if not self.body.echo:

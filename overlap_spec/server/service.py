@@ -379,6 +379,11 @@ def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, An
     }
 
 
+def usages(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
+    """What a chat or a text tells of its tokens: ``usage``, and :func:`speculation`'s."""
+    return {"usage": usage(outputs, prompts)} | speculation(outputs)
+
+
 def speculation(outputs: Sequence[Output]) -> dict[str, Any]:
     """``metrics`` of a reply with one output, where drafts of it were verified, as vLLM names them
     (its ``--per-request-spec-decode-metrics summary``).

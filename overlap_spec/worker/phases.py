@@ -80,14 +80,15 @@ class Phases:
         batch: Batch,
         sampled: bool = False,
         proposed: Draft | None = None,
-        whole: bool = True,
+        over: Draft | None = None,
     ) -> Drafted | None:
         """Grow the trees; None where a step only prefills.
 
         Args:
             sampled: Whether any row draws its tokens: drafts share its noise.
             proposed: What a host drafter proposed for the first rows of the batch.
-            whole: Whether it did for all of them; else the drafter behind it drafts as well.
+            over: What it proposed for some of them, in the place of what the drafter behind it
+                drafts.
         """
         plan, tables, rows = batch.plan, self.tables, batch.rows
         if not batch.trees:
@@ -98,9 +99,6 @@ class Phases:
         tier, stop = plan.tier, plan.budget.stop
         outputs: Tensors | None = None
         stopped = False
-        given = None if proposed is None or whole else proposed
-        if given is not None:
-            proposed = None
         if stop is not None and proposed is None and self.guard.fault is None:
             with self.guard:
                 steps = self.graphs.find_steps(sampled, told)
@@ -115,8 +113,8 @@ class Phases:
                 rows, pages = recorded.kept(rows, pages)
         if outputs is None:
             outputs = self.draft_trees(tier, sampled, told, rows, pages, proposed)
-        if given is not None:
-            outputs = self.runner.overlay(outputs, rows, given, tier)
+        if over is not None:
+            outputs = self.runner.overlay(outputs, rows, over, tier)
         tokens, positions, forced, links, *tree = outputs
         roots = Roots(rows, pages, tokens, positions, forced)
         drafted = Drafted(roots, Tree(*tree), links, None, tier)

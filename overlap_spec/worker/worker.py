@@ -220,16 +220,14 @@ class Worker:
     ) -> Drafted | None:
         if step.dropped:
             return None
-        proposed, whole = None, True
-        if proposal is not None:
-            tokens, parents, scores = (
-                uploaded(torch.from_numpy(part), self._device) for part in proposal
-            )
-            proposed = Draft(tokens, parents, scores)
-            # Where nobody drafts behind, a row without a proposal has none.
-            behind = self.runner.drafter is not self.runner.proposer
-            whole = not behind or bool((proposal[2][:, 0] > -np.inf).all())
-        return self.phases.draft(batch, sampled, proposed, whole)
+        if proposal is None:
+            return self.phases.draft(batch, sampled)
+        proposed = Draft(*(uploaded(torch.from_numpy(part), self._device) for part in proposal))
+        # Where nobody drafts behind, a row without a proposal has none.
+        behind = self.runner.drafter is not self.runner.proposer
+        if behind and (proposal[2][:, 0] == -np.inf).any():
+            return self.phases.draft(batch, sampled, over=proposed)
+        return self.phases.draft(batch, sampled, proposed)
 
     def forget(self, history: History) -> None:
         """Tell a drafter on the host that a request has ended."""
