@@ -183,12 +183,7 @@ def vllm(program: str, work: Work) -> Iterator[tuple[str, Start]]:
         ),
     ):
         port = free_port()
-        command = [
-            program,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--no-enable-prefix-caching",
-        ]
+        command = [program, "-m", VLLM, "--no-enable-prefix-caching"]
         command += _flags("--", {**settings, "port": port, **more})
         yield name, Start(how, command, port, variables)
 
