@@ -60,7 +60,8 @@ class AutoPolicy(LengthPolicy):
 
     - Slots: one for each range of batch sizes, a power of two. Survival is shared by all.
     - Start: with the launch tier, and at another range of batch sizes with the tier of the nearest
-      one, unless another one should gain even then.
+      one, unless another one should gain even then. Off waits for a draft to be refused: beside
+      other work what was measured before the first request may be far from so.
     - Recordings: a tier whose passes are not recorded yet is taken when they take no more than
       :data:`RECORD_SHARE` of all time, or than its gain would have brought since the start.
     - Target: among the tiers whose step keeps the strictest TPOT target, if there are any.
@@ -204,7 +205,8 @@ class AutoPolicy(LengthPolicy):
         # A tier's recordings are there, or are worth their time: who has come so far is taken to go
         # on as long again.
         pays = [
-            self._wait_ms(tier) <= max(gain, RECORD_SHARE) * self._all_ms
+            (tier.steps > 0 or self.count > 0 or tier == slot.tier)
+            and self._wait_ms(tier) <= max(gain, RECORD_SHARE) * self._all_ms
             for tier, gain in zip(self.tiers, gains, strict=True)
         ]
         now = int(np.where(pays, maybe, -np.inf).argmax())

@@ -98,6 +98,15 @@ def test_it_starts_with_the_launch_tier_unless_another_should_gain() -> None:
         assert policy.choose(view(1)).tier == tier
 
 
+def test_off_waits_for_a_draft_to_be_refused() -> None:
+    """A fit beside other work may say that drafts cost more than they ever bring."""
+    dear = CostModel(2.0, 0.1, 0.0, 40.0, 0.0, 0.0)
+    policy = AutoPolicy(TIERS, LAUNCH, OnlineCost(dear, STARTUP_SPREAD))
+    assert policy.choose(view(1)).tier.steps
+    off = AutoPolicy(TIERS, OFF, OnlineCost(dear, STARTUP_SPREAD))
+    assert off.choose(view(1)).tier == OFF
+
+
 def test_another_batch_starts_from_what_was_learnt() -> None:
     machine = MACHINES["h100"]
     policy = make(machine)
