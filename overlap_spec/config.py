@@ -262,7 +262,7 @@ class EngineConfig:
         str | None,
         Help(
             "int8 or int4: target and draft are computed with weights of so many bits, on a CPU "
-            "with AVX512-VNNI (int4: and AVX512-BF16); by default as the checkpoint has them."
+            "with AVX2 (from 2013 on) and a C++ compiler; by default as the checkpoint has them."
         ),
     ] = None
     device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"

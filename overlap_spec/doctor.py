@@ -117,10 +117,8 @@ def cpu_features(processor: Path) -> str:
     gives = []
     if {"amx_bf16", "avx512_bf16"} & flags:
         gives.append("bfloat16")
-    if "avx512_vnni" in flags:
-        gives.append("--quantization int8")
-    if {"avx512_vnni", "avx512_bf16"} <= flags:
-        gives.append("int4")
+    if "avx2" in flags:
+        gives.append("--quantization int8 and int4")
     return f"{', '.join(has) or 'none'} ({', '.join(gives) or 'float32 alone'})"
 
 

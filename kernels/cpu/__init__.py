@@ -2,9 +2,9 @@
 and products of a few rows, whose time is that of reading the weight.
 
 The files beside this one are compiled once a machine, for its processor, when they are first wanted
-(some 15 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where there is no
-compiler torch's own operations run instead. So do oneDNN's products where the processor lacks what
-these need, or has AMX, whose tiles multiply the many rows of a prompt faster.
+(some 20 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where there is no
+compiler torch's own operations run instead. So do oneDNN's products where the processor has AMX,
+whose tiles multiply the many rows of a prompt faster.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 SOURCE = "kernels.cpp"
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
-# Of the processor, by the products.
-NEEDED = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512_bf16", "avx512_vnni"))
+# Of the processor.
+NEEDED = frozenset(("avx2", "fma"))
 HEADERS = ("include", "include/torch/csrc/api/include")
 BUILD_S = 300
 # Of the first tensor that an operation gets; of other types the references compute.
@@ -37,18 +37,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int32)
 
 def multiplies() -> bool:
     """Whether this machine also multiplies by the native products."""
-    flags = _processor()
-    return flags >= NEEDED and "amx_tile" not in flags and native()
+    return "amx_tile" not in _processor() and native()
 
 
-def multiplies_int4() -> bool:
-    """Whether this machine multiplies by weights of 4 bits, with AMX or without."""
-    return _processor() >= NEEDED and native()
+def lanes() -> int:
+    """Outputs that a native product has side by side; :func:`native` has to be true."""
+    found: int = torch.ops.overlap_spec.lanes()
+    return found
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """A weight ``(N, K)`` in the native products' order; float32, bfloat16 or int8, K a multiple of
-    4."""
+    """A weight ``(N, K)`` in the native products' order ``(N / lanes, K / P, lanes, P)``, P numbers
+    in 4 bytes; float32, bfloat16 or int8, K a multiple of 4."""
     packed: torch.Tensor = torch.ops.overlap_spec.pack(weight)
     return packed
 
@@ -57,7 +57,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def native() -> bool:
     """Whether this machine computes layers natively; the first call may compile what does."""
     flags = _processor()
-    if "avx2" not in flags:
+    if not flags >= NEEDED:
         return False
     try:
         torch.ops.load_library(str(build(flags)))
@@ -97,7 +97,7 @@ def build(flags: frozenset[str]) -> Path:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++"))), None)
     if compiler is None:
         raise RuntimeError("there is no C++ compiler: install g++, or set CXX")
-    log.info("compiling kernels for this processor, once: some 15 s")
+    log.info("compiling kernels for this processor, once: some 20 s")
     root = Path(torch.__file__).parent
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:

@@ -6,8 +6,6 @@
 #include "layers.h"
 #include "products.h"
 
-#ifdef __AVX512BF16__
-
 namespace experts {
 
 using at::Tensor;
@@ -38,8 +36,8 @@ std::optional<Tensor> of(const std::optional<Tensor>& biases, int64_t expert) {
   return biases->select(0, expert);
 }
 
-// As the reference, but that gates come first with a limit too; up (E, 2 I / 16, H / P, 16, P),
-// down (E, H / 16, I / P, 16, P). A token's experts are added in their own order, so a row has the
+// As the reference, but that gates come first with a limit too; up (E, 2 I / L, H / P, L, P),
+// down (E, H / L, I / P, L, P) of L lanes. A token's experts are added in their own order, so a row has the
 // same bits beside any others.
 Tensor mix(const Tensor& x, const Tensor& given, const Tensor& shares, const Tensor& up,
            const Tensor& down, const std::optional<Tensor>& up_bias,
@@ -73,5 +71,3 @@ Tensor mix(const Tensor& x, const Tensor& given, const Tensor& shares, const Ten
 }
 
 }  // namespace experts
-
-#endif

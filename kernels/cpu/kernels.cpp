@@ -19,7 +19,7 @@ TORCH_LIBRARY(overlap_spec, m) {
         "float? soft_cap, Tensor? sinks) -> Tensor");
   m.def("top_candidates(Tensor logits, int count, Tensor? offsets) -> (Tensor, Tensor)");
   m.def("after_tokens(Tensor moves, Tensor states, Tensor texts, Tensor tokens) -> Tensor");
-#ifdef __AVX512BF16__
+  m.def("lanes() -> int", [] { return lanes::LANES; });
   m.def("pack(Tensor weight) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
   m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");
@@ -27,7 +27,6 @@ TORCH_LIBRARY(overlap_spec, m) {
         "-> Tensor");
   m.def("mix_experts(Tensor x, Tensor ids, Tensor shares, Tensor up, Tensor down, Tensor? up_bias, "
         "Tensor? down_bias, float? limit) -> Tensor");
-#endif
 }
 
 TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
@@ -39,11 +38,9 @@ TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
   m.impl("tree_attention", &layers::tree_attention);
   m.impl("top_candidates", &drafts::top_candidates);
   m.impl("after_tokens", &drafts::after_tokens);
-#ifdef __AVX512BF16__
   m.impl("pack", &products::pack);
   m.impl("product", &products::product);
   m.impl("int8_product", &products::int8_product);
   m.impl("int4_product", &products::int4_product);
   m.impl("mix_experts", &experts::mix);
-#endif
 }

@@ -1,6 +1,8 @@
 // Floats side by side in the compiler's own vectors, as wide as the processor's.
 #pragma once
 
+#include <immintrin.h>
+
 #include <cstdint>
 #include <cstring>
 
@@ -13,7 +15,9 @@ constexpr int64_t LANES = 8;
 #endif
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 
 inline Floats all(float x) { return x - Floats{}; }
 
@@ -69,6 +73,32 @@ inline void store(T* to, Floats x, int64_t count) {
   store(some, x);
   std::memcpy(to, some, count * sizeof(T));
 }
+
+inline Floats load_bytes(const uint8_t* from) {
+  Bytes x;
+  std::memcpy(&x, from, sizeof x);
+  return __builtin_convertvector(x, Floats);
+}
+
+// The lowest bytes of the first `count` integers.
+inline void store_bytes(uint8_t* to, Ints x, int64_t count) {
+  Bytes bytes = __builtin_convertvector(x, Bytes);
+  std::memcpy(to, &bytes, count < LANES ? count : LANES);
+}
+
+// Lane i: the sum of the products of two neighbours in 16 bits; and of two bytes of `a` without a
+// sign and of `b` with one, in 16 bits, which must hold them.
+#ifdef __AVX512F__
+inline Ints add_pairs(Ints a, Ints b) { return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
+inline Ints add_byte_pairs(Ints a, Ints b) {
+  return (Ints)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+}
+#else
+inline Ints add_pairs(Ints a, Ints b) { return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
+inline Ints add_byte_pairs(Ints a, Ints b) {
+  return (Ints)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+}
+#endif
 
 // As a number of type T holds it.
 template <typename T>

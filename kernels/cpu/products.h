@@ -1,8 +1,9 @@
 // Products of a few rows with a weight, at the speed at which memory is read: see __init__.py.
 //
-// A packed weight (N, K) is (ceil(N / 16), K / P, 16, P), of P = 1 number in float32, 2 in
-// bfloat16 and 4 in int8: what one instruction multiplies for 16 outputs lies together, and what a thread reads is one run.
-// Each output is summed over K in one order, so a row has the same bits beside any others.
+// A packed weight (N, K) is (ceil(N / LANES), K / P, LANES, P), of P = 1 number in float32, 2 in
+// bfloat16 and 4 in int8: a word for each of the outputs that one instruction multiplies for lies
+// together, and what a thread reads is one run. Each output is summed over K in one order, so a row
+// has the same bits beside any others.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,82 +16,122 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <utility>
 #include <vector>
 
+#include "lanes.h"
 #include "tensors.h"
-
-#ifdef __AVX512BF16__
 
 namespace products {
 
 using at::Tensor;
+using lanes::Floats, lanes::Ints, lanes::Shorts, lanes::LANES;
 
-constexpr int64_t LANES = 16;
+#ifdef __AVX512F__
+constexpr int REGISTERS = 32, SPARE = 3, MOST_ROWS = 12;
+#else
+constexpr int REGISTERS = 16, SPARE = 2, MOST_ROWS = 6;
+#endif
 // Blocks of outputs whose part of the weight stays in a core's cache while more rows come.
 constexpr int64_t BLOCKS = 12;
-// Words of a packed weight that are fetched ahead, and that are worth a thread.
-constexpr int64_t AHEAD = 8, GRAIN = 1 << 18;
+// Bytes of a packed weight that are fetched ahead, and words that are worth a thread.
+constexpr int64_t AHEAD = 512, GRAIN = 1 << 18;
 
-int64_t words(const Tensor& rows) { return rows.size(1) * rows.element_size() / 4; }
+inline int64_t words(const Tensor& rows) { return rows.size(1) * rows.element_size() / 4; }
 
-// Not by the intrinsics, around which GCC copies the sums and spills them.
-struct Floats {
-  using Sum = __m512;
-  static Sum zero() { return _mm512_setzero_ps(); }
-};
+inline Ints load_words(const void* from) {
+  Ints word;
+  std::memcpy(&word, from, sizeof word);
+  return word;
+}
 
-struct Bfloat16 : Floats {
-  static Sum add(Sum sum, __m512i weight, __m512i x) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
-    return sum;
-  }
-};
-
-struct Float32 : Floats {
-  static Sum add(Sum sum, __m512i weight, __m512i x) {
+// A kind of product: a packed word is PARTS vectors of numbers, each of which is multiplied by a
+// word of a row.
+struct Float32 {
+  using Sum = Floats;
+  static constexpr int PARTS = 1;
+  static Ints part(Ints word, int) { return word; }
+  // Not by the intrinsics, around which GCC copies the sums and spills them.
+  static Sum add(Sum sum, Ints weight, Ints x) {
     asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
     return sum;
   }
 };
 
+// A weight in bfloat16 and rows in float32: what the same weight in float32 gives, to the bit.
+struct Widened : Float32 {
+  static constexpr int PARTS = 2;
+  static Ints part(Ints word, int i) { return i ? word & ~0xffff : word << 16; }
+};
+
+#ifdef __AVX512BF16__
+struct Bfloat16 : Float32 {
+  static Sum add(Sum sum, Ints weight, Ints x) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
+    return sum;
+  }
+};
+#endif
+
+// Bytes, 4 a word. OFFSET is what is added to those of a row, so that they have no sign.
+#ifdef __AVX512VNNI__
 struct Int8 {
-  using Sum = __m512i;
-  static Sum zero() { return _mm512_setzero_si512(); }
-  static Sum add(Sum sum, __m512i weight, __m512i x) {
+  using Sum = Ints;
+  static constexpr int PARTS = 1, OFFSET = 128;
+  static Ints part(Ints word, int) { return word; }
+  static Sum add(Sum sum, Ints weight, Ints x) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
     return sum;
   }
 };
 
-__m512 wide(__mmask16 mask, const uint16_t* from) {
-  __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+// Codes without a sign, twice 4 of them, and a row's bytes with one.
+inline Ints add_codes(Ints sum, Ints first, Ints next, const int32_t* x) {
+  return Int8::add(Int8::add(sum, x[0] - Ints{}, first), x[1] - Ints{}, next);
 }
+#else
+// Two bytes at a time, in 16 bits: the first and the third of a word, then the others.
+struct Int8 {
+  using Sum = Ints;
+  static constexpr int PARTS = 2, OFFSET = 0;
+  static Ints part(Ints word, int i) {
+    return (Ints)((i ? (Shorts)word : (Shorts)word << 8) >> 8);
+  }
+  static Sum add(Sum sum, Ints weight, Ints x) { return sum + lanes::add_pairs(weight, x); }
+};
+
+inline Ints add_codes(Ints sum, Ints first, Ints next, const int32_t* x) {
+  Shorts pairs = (Shorts)lanes::add_byte_pairs(first, x[0] - Ints{}) +
+                 (Shorts)lanes::add_byte_pairs(next, x[1] - Ints{});
+  return sum + lanes::add_pairs((Ints)pairs, (Ints)(Shorts{} + 1));
+}
+#endif
 
 struct Out {
   void* to;
   bool half;
   const void* bias;
 
-  void put(int64_t at, int64_t column, __mmask16 mask, __m512 sum) const {
-    if (half) {
-      if (bias) sum += wide(mask, static_cast<const uint16_t*>(bias) + column);
-      __m256i bits = (__m256i)_mm512_cvtneps_pbh(sum);
-      _mm256_mask_storeu_epi16(static_cast<uint16_t*>(to) + at, mask, bits);
-    } else {
-      if (bias) sum += _mm512_maskz_loadu_ps(mask, static_cast<const float*>(bias) + column);
-      _mm512_mask_storeu_ps(static_cast<float*>(to) + at, mask, sum);
-    }
+  void put(int64_t at, int64_t column, int64_t count, Floats sum) const {
+    half ? put(static_cast<uint16_t*>(to), at, column, count, sum)
+         : put(static_cast<float*>(to), at, column, count, sum);
+  }
+
+ private:
+  template <typename T>
+  void put(T* out, int64_t at, int64_t column, int64_t count, Floats sum) const {
+    if (bias) sum += lanes::load(static_cast<const T*>(bias) + column, count);
+    lanes::store(out + at, sum, count);
   }
 };
 
-// What becomes of the sum of row m for the outputs from `column` on.
+// What becomes of the sum of row m for `count` outputs from `column` on.
 struct Plain {
   Out out;
   int64_t n;
 
-  void put(int64_t m, int64_t column, __mmask16 mask, __m512 sum) const {
-    out.put(m * n + column, column, mask, sum);
+  void put(int64_t m, int64_t column, int64_t count, Floats sum) const {
+    out.put(m * n + column, column, count, sum);
   }
 };
 
@@ -100,71 +141,90 @@ struct Scaled {
   const float *units, *scale;
   const int32_t* shift;
 
-  void put(int64_t m, int64_t column, __mmask16 mask, __m512i sum) const {
-    sum = _mm512_sub_epi32(sum, _mm512_maskz_loadu_epi32(mask, shift + column));
-    __m512 scaled = _mm512_cvtepi32_ps(sum) * _mm512_maskz_loadu_ps(mask, scale + column);
-    out.put(m * n + column, column, mask, scaled * _mm512_set1_ps(units[m]));
+  void put(int64_t m, int64_t column, int64_t count, Ints sum) const {
+    if (Int8::OFFSET) sum -= (Ints)lanes::load(reinterpret_cast<const float*>(shift) + column, count);
+    Floats scaled = __builtin_convertvector(sum, Floats) * lanes::load(scale + column, count);
+    out.put(m * n + column, column, count, scaled * units[m]);
   }
 };
 
-// M rows with B blocks of 16 outputs: all sums stay in registers.
+// M rows with B blocks of outputs: all sums stay in registers.
 template <typename Kind, int M, int B, typename Put>
 void tile(const int32_t* x, const int32_t* weight, int64_t depth, int64_t row, int64_t block,
           const Put& put) {
-  typename Kind::Sum sums[B][M];
-  for (auto& each : sums) std::fill(each, each + M, Kind::zero());
+  typename Kind::Sum sums[B][M] = {};
   weight += block * depth * LANES;
   for (int64_t p = 0; p < depth; ++p) {
-    __m512i here[B];
-    for (int b = 0; b < B; ++b) {
-      const int32_t* at = weight + (b * depth + p) * LANES;
-      _mm_prefetch(reinterpret_cast<const char*>(at + AHEAD * LANES), _MM_HINT_T0);
-      here[b] = _mm512_loadu_si512(at);
-    }
-#pragma GCC unroll 16
-    for (int m = 0; m < M; ++m) {
-      __m512i each = _mm512_set1_epi32(x[m * depth + p]);
+#pragma GCC unroll 2
+    for (int part = 0; part < Kind::PARTS; ++part) {
+      Ints here[B];
 #pragma GCC unroll 4
-      for (int b = 0; b < B; ++b) sums[b][m] = Kind::add(sums[b][m], here[b], each);
+      for (int b = 0; b < B; ++b) {
+        const int32_t* at = weight + (b * depth + p) * LANES;
+        if (!part) _mm_prefetch(reinterpret_cast<const char*>(at) + AHEAD, _MM_HINT_T0);
+        here[b] = Kind::part(load_words(at), part);
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m) {
+        Ints each = x[(m * depth + p) * Kind::PARTS + part] - Ints{};
+#pragma GCC unroll 4
+        for (int b = 0; b < B; ++b) sums[b][m] = Kind::add(sums[b][m], here[b], each);
+      }
     }
   }
   for (int b = 0; b < B; ++b) {
-    int64_t column = (block + b) * LANES, left = std::min(put.n - column, LANES);
-    for (int m = 0; m < M; ++m) put.put(row + m, column, (1u << left) - 1, sums[b][m]);
+    int64_t column = (block + b) * LANES;
+    for (int m = 0; m < M; ++m)
+      put.put(row + m, column, std::min(put.n - column, LANES), sums[b][m]);
   }
 }
 
-template <typename Kind, int M, typename Put>
-void strip(const int32_t* x, const int32_t* weight, int64_t depth, int64_t row, int64_t block,
-           int64_t end, const Put& put) {
-  constexpr int B = M <= 6 ? 4 : M <= 8 ? 3 : 2;
-  for (; block + B <= end; block += B) tile<Kind, M, B>(x, weight, depth, row, block, put);
-  for (; block < end; ++block) tile<Kind, M, 1>(x, weight, depth, row, block, put);
+// As many blocks beside each other as there are registers for.
+template <int M>
+constexpr int side_by_side() {
+  for (int blocks = 4; blocks > 1; --blocks)
+    if (blocks * (M + 1) + SPARE <= REGISTERS) return blocks;
+  return 1;
 }
 
 template <typename Kind, typename Put>
-void multiply(const int32_t* x, const int32_t* weight, int64_t m, int64_t depth, const Put& put) {
-  using Strip = void (*)(const int32_t*, const int32_t*, int64_t, int64_t, int64_t, int64_t,
-                         const Put&);
-  constexpr Strip STRIPS[] = {strip<Kind, 1, Put>, strip<Kind, 2, Put>,  strip<Kind, 3, Put>,
-                              strip<Kind, 4, Put>, strip<Kind, 5, Put>,  strip<Kind, 6, Put>,
-                              strip<Kind, 7, Put>, strip<Kind, 8, Put>,  strip<Kind, 9, Put>,
-                              strip<Kind, 10, Put>, strip<Kind, 11, Put>, strip<Kind, 12, Put>};
-  if (m == 0) return;
-  constexpr int64_t MOST = std::size(STRIPS);
-  int64_t parts = (m + MOST - 1) / MOST, rows = (m + parts - 1) / parts;
-  int64_t grain = std::max<int64_t>(1, GRAIN / (depth * LANES));
-  ::parallel_for(0, (put.n + LANES - 1) / LANES, grain, [&](int64_t begin, int64_t end) {
+struct Product {
+  const int32_t *x, *weight;
+  int64_t depth;
+  Put put;
+
+  template <int M>
+  void strip(int64_t row, int64_t block, int64_t end) const {
+    constexpr int B = side_by_side<M>();
+    const int32_t* from = x + row * depth * Kind::PARTS;
+    for (; block + B <= end; block += B)
+      tile<Kind, M, B>(from, weight, depth, row, block, put);
+    for (; block < end; ++block) tile<Kind, M, 1>(from, weight, depth, row, block, put);
+  }
+};
+
+template <typename Work, int... LESS>
+void in_strips(const Work& work, int64_t m, int64_t blocks, int64_t grain,
+               std::integer_sequence<int, LESS...>) {
+  using Strip = void (Work::*)(int64_t, int64_t, int64_t) const;
+  constexpr Strip STRIPS[] = {&Work::template strip<LESS + 1>...};
+  int64_t parts = (m + MOST_ROWS - 1) / MOST_ROWS, rows = (m + parts - 1) / parts;
+  ::parallel_for(0, blocks, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block += BLOCKS)
-      for (int64_t row = 0; row < m; row += rows) {
-        int64_t count = std::min(rows, m - row);
-        STRIPS[count - 1](x + row * depth, weight, depth, row, block,
-                          std::min(block + BLOCKS, end), put);
-      }
+      for (int64_t row = 0; row < m; row += rows)
+        (work.*STRIPS[std::min(rows, m - row) - 1])(row, block, std::min(block + BLOCKS, end));
   });
 }
 
-Tensor pack(const Tensor& given) {
+// All of m rows and of a weight's blocks, of `depth` words each, by the threads of the team.
+template <typename Work>
+void multiply(const Work& work, int64_t m, int64_t blocks, int64_t depth) {
+  if (m)
+    in_strips(work, m, blocks, GRAIN / (depth * LANES),
+              std::make_integer_sequence<int, MOST_ROWS>());
+}
+
+inline Tensor pack(const Tensor& given) {
   Tensor weight = given.contiguous();
   int64_t n = weight.size(0), depth = words(weight), blocks = (n + LANES - 1) / LANES;
   Tensor packed = at::empty({blocks, depth, LANES, 4 / given.element_size()}, weight.options());
@@ -181,7 +241,7 @@ Tensor pack(const Tensor& given) {
   return packed;
 }
 
-Out written(const Tensor& out, const std::optional<Tensor>& bias) {
+inline Out written(const Tensor& out, const std::optional<Tensor>& bias) {
   TORCH_CHECK(!bias.has_value() || bias->scalar_type() == out.scalar_type(), "bias: of x's type");
   return {out.mutable_data_ptr(), out.scalar_type() == at::kBFloat16,
           bias.has_value() ? bias->const_data_ptr() : nullptr};
@@ -189,180 +249,169 @@ Out written(const Tensor& out, const std::optional<Tensor>& bias) {
 
 Tensor product(const Tensor& given, const Tensor& weight, const std::optional<Tensor>& bias,
                int64_t n) {
-  bool half = given.scalar_type() == at::kBFloat16;
+  bool half = given.scalar_type() == at::kBFloat16, narrow = weight.scalar_type() == at::kBFloat16;
   TORCH_CHECK(half || given.scalar_type() == at::kFloat, "x: bfloat16 or float32");
-  TORCH_CHECK(given.scalar_type() == weight.scalar_type(), "x: of the weight's type");
-  TORCH_CHECK(words(given) == weight.size(1), "x: as many columns as the weight");
+  TORCH_CHECK(narrow || weight.scalar_type() == at::kFloat, "weight: bfloat16 or float32");
   Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  auto work = half ? &multiply<Bfloat16, Plain> : &multiply<Float32, Plain>;
-  work(data<int32_t>(x), data<int32_t>(weight), x.size(0), words(x), Plain{written(out, bias), n});
-  return out;
+  int64_t m = x.size(0), depth = weight.size(1);
+  TORCH_CHECK(given.size(1) == depth * weight.size(3), "x: as many columns as the weight");
+  auto by = [&](auto kind) {
+    using Work = Product<decltype(kind), Plain>;
+    Work work{data<int32_t>(x), data<int32_t>(weight), depth, {written(out, bias), n}};
+    multiply(work, m, weight.size(0), depth);
+    return out;
+  };
+#ifdef __AVX512BF16__
+  if (half && narrow) return by(Bfloat16{});
+#endif
+  if (half) x = x.to(at::kFloat);
+  return narrow ? by(Widened{}) : by(Float32{});
 }
 
-__m512 read(const void* from, bool half, int64_t at, __mmask16 mask) {
-  if (half) return wide(mask, static_cast<const uint16_t*>(from) + at);
-  return _mm512_maskz_loadu_ps(mask, static_cast<const float*>(from) + at);
-}
-
-// A row in 8 bits, and the size of its unit, which is not finite where some number is not.
-float round_row(const void* from, bool half, int64_t start, int64_t k, uint8_t* digits) {
-  auto mask = [k](int64_t i) { return static_cast<__mmask16>((1u << std::min(k - i, LANES)) - 1); };
-  __m512 most = _mm512_setzero_ps();
-  __mmask16 unknown = 0;
+// A row in 8 bits without a sign, 128 more than it stands for, and the size of its unit, which is
+// not finite where some number is not.
+template <typename T>
+float round_row(const T* from, int64_t k, uint8_t* digits) {
+  // What this is added to has its integer, to the nearest and ties to even, in its lowest bits.
+  const Floats whole = lanes::all(12582912.0f);
+  Floats most{};
+  Ints unknown{};
   for (int64_t i = 0; i < k; i += LANES) {
-    __m512 x = read(from, half, start + i, mask(i));
-    unknown |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    most = _mm512_max_ps(most, _mm512_abs_ps(x));
+    Floats x = lanes::load(from + i, k - i);
+    unknown |= x != x;
+    most = lanes::largest(most, (Floats)((Ints)x & 0x7fffffff));
   }
-  float unit = std::max(_mm512_reduce_max_ps(most), 1e-30f) / 127;
-  if (unknown) unit = std::numeric_limits<float>::quiet_NaN();
+  float unit = std::max(lanes::most(most), 1e-30f) / 127;
+  for (int64_t i = 0; i < LANES; ++i)
+    if (unknown[i]) unit = std::numeric_limits<float>::quiet_NaN();
   // Of what is not finite nothing is left but the unit.
-  __mmask16 kept = std::isfinite(unit) ? 0xffff : 0;
+  const Ints kept = Ints{} - (std::isfinite(unit) ? 1 : 0);
   for (int64_t i = 0; i < k; i += LANES) {
-    __m512 x = _mm512_div_ps(read(from, half, start + i, mask(i)), _mm512_set1_ps(unit));
-    __m512i near = _mm512_maskz_cvtps_epi32(kept, x);
-    near = _mm512_add_epi32(near, _mm512_set1_epi32(128));
-    _mm_mask_storeu_epi8(digits + i, mask(i), _mm512_cvtepi32_epi8(near));
+    Floats x = lanes::load(from + i, k - i) / unit + whole;
+    lanes::store_bytes(digits + i, (((Ints)x - (Ints)whole) & kept) + 128, k - i);
   }
   return unit;
 }
 
-Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& scale,
-                    const Tensor& shift, const std::optional<Tensor>& bias) {
-  bool half = given.scalar_type() == at::kBFloat16;
-  TORCH_CHECK(half || given.scalar_type() == at::kFloat, "x: bfloat16 or float32");
-  TORCH_CHECK(given.size(1) == 4 * weight.size(1), "x: as many columns as the weight");
-  Tensor x = given.contiguous(), out = at::empty({x.size(0), scale.size(0)}, x.options());
-  int64_t m = x.size(0), k = x.size(1);
-  std::vector<int32_t> digits(m * k / 4);
-  std::vector<float> units(m);
-  ::parallel_for(0, m, std::max<int64_t>(1, GRAIN / (8 * k)), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      uint8_t* to = reinterpret_cast<uint8_t*>(digits.data()) + row * k;
-      units[row] = round_row(x.const_data_ptr(), half, row * k, k, to);
-    }
-  });
-  multiply<Int8>(digits.data(), data<int32_t>(weight), m, k / 4,
-                 Scaled{written(out, bias), scale.size(0), units.data(), data<float>(scale),
-                        data<int32_t>(shift)});
-  return out;
-}
-
-// A weight of 4 bits (N, K), (code - zero) * scale with a scale and a zero for each group of
-// inputs: codes (N / 16, K / 8, 16, 4), of whose bytes the low halves are four inputs and the high
-// halves the next four; scales (N / 16, groups, 16) in float32, zeros alike in bytes.
-struct Int4 {
-  const uint8_t *codes, *zeros;
-  const float* scales;
-  int64_t groups, words;  // Words: of 64 bytes, in a group.
-};
-
-// What is read, each group of a row in 8 bits of its own unit, and the sum of these.
+// What is read, each group of a row in 8 bits of its own unit.
 struct Digits {
-  std::vector<int32_t> digits;
-  std::vector<float> units, sums;
+  std::vector<uint8_t> bytes;
+  std::vector<float> units;
+
+  Digits(const Tensor& x, int64_t groups)
+      : bytes(x.numel()), units(x.size(0) * groups) {
+    int64_t size = x.size(1) / groups;
+    typed(x, [&](auto kind) {
+      using T = decltype(kind);
+      ::parallel_for(0, std::ssize(units), std::max<int64_t>(1, GRAIN / (8 * size)),
+                     [&](int64_t begin, int64_t end) {
+                       for (int64_t at = begin; at < end; ++at)
+                         units[at] =
+                             round_row(data<T>(x) + at * size, size, bytes.data() + at * size);
+                     });
+    });
+  }
 };
 
-Digits in_groups(const Tensor& x, int64_t groups) {
-  bool half = x.scalar_type() == at::kBFloat16;
-  int64_t m = x.size(0), k = x.size(1), size = k / groups;
-  Digits made{std::vector<int32_t>(m * k / 4), std::vector<float>(m * groups),
-              std::vector<float>(m * groups)};
-  ::parallel_for(0, m, std::max<int64_t>(1, GRAIN / (8 * k)), [&](int64_t begin, int64_t end) {
-    for (int64_t at = begin * groups; at < end * groups; ++at) {
-      uint8_t* to = reinterpret_cast<uint8_t*>(made.digits.data()) + at * size;
-      made.units[at] = round_row(x.const_data_ptr(), half, at * size, size, to);
-      int32_t sum = 0;
-      for (int64_t i = 0; i < size; ++i) {
-        // With a sign, where those of int8 have none.
-        to[i] ^= 0x80;
-        sum += static_cast<int8_t>(to[i]);
-      }
-      made.sums[at] = static_cast<float>(sum);
-    }
-  });
+// Digits as Int8's two parts want them.
+std::vector<int16_t> in_parts(const std::vector<uint8_t>& bytes) {
+  std::vector<int16_t> made(bytes.size());
+  for (size_t i = 0; i < bytes.size(); i += 4)
+    for (size_t j = 0; j < 4; ++j) made[i + j] = bytes[i + j % 2 * 2 + j / 2] - 128;
   return made;
 }
 
-template <int M, int B>
-void int4_tile(const Digits& x, const Int4& weight, int64_t row, int64_t block, const Plain& put) {
-  const __m512i low = _mm512_set1_epi8(0x0f);
-  const int64_t groups = weight.groups, words = weight.words, depth = 2 * groups * words;
-  __m512 totals[B][M];
-  for (auto& each : totals) std::fill(each, each + M, _mm512_setzero_ps());
-  for (int64_t g = 0; g < groups; ++g) {
-    __m512i sums[B][M];
-    for (auto& each : sums) std::fill(each, each + M, _mm512_setzero_si512());
-    for (int64_t p = g * words; p < (g + 1) * words; ++p) {
+Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& scale,
+                    const Tensor& shift, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(given.size(1) == 4 * weight.size(1), "x: as many columns as the weight");
+  Tensor x = given.contiguous(), out = at::empty({x.size(0), scale.size(0)}, x.options());
+  Digits digits(x, 1);
+  std::vector<int16_t> parts;
+  const void* read = digits.bytes.data();
+  if (Int8::PARTS == 2) read = (parts = in_parts(digits.bytes)).data();
+  Product<Int8, Scaled> work{static_cast<const int32_t*>(read), data<int32_t>(weight), weight.size(1),
+                             {written(out, bias), scale.size(0), digits.units.data(),
+                              data<float>(scale), data<int32_t>(shift)}};
+  multiply(work, x.size(0), weight.size(0), weight.size(1));
+  return out;
+}
+
+// A product with a weight of 4 bits (N, K), (code - zero) * scale with a scale and a zero for each
+// group of inputs: codes (N / LANES, K / 8, LANES, 4), of whose bytes the low halves are four inputs
+// and the high halves the next four; scales (N / LANES, groups, LANES) in float32, zeros alike in
+// bytes. `sums` are those of a row's digits in each group.
+struct Int4 {
+  const int32_t* digits;
+  const float *units, *sums;
+  const uint8_t *codes, *zeros;
+  const float* scales;
+  int64_t groups, words;  // Words: of 8 inputs, in a group.
+  Plain put;
+
+  template <int M, int B>
+  void tile(int64_t row, int64_t block) const {
+    Floats totals[B][M] = {};
+    for (int64_t g = 0; g < groups; ++g) {
+      Ints found[B][M] = {};
+      for (int64_t p = g * words; p < (g + 1) * words; ++p) {
 #pragma GCC unroll 4
-      for (int b = 0; b < B; ++b) {
-        const uint8_t* at = weight.codes + ((block + b) * groups * words + p) * 64;
-        _mm_prefetch(reinterpret_cast<const char*>(at + AHEAD * 64), _MM_HINT_T0);
-        __m512i both = _mm512_loadu_si512(at);
-        __m512i first = _mm512_and_si512(both, low);
-        __m512i next = _mm512_and_si512(_mm512_srli_epi32(both, 4), low);
+        for (int b = 0; b < B; ++b) {
+          const uint8_t* at = codes + ((block + b) * groups * words + p) * 4 * LANES;
+          _mm_prefetch(reinterpret_cast<const char*>(at) + AHEAD, _MM_HINT_T0);
+          Ints both = load_words(at), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
 #pragma GCC unroll 16
+          for (int m = 0; m < M; ++m)
+            found[b][m] = add_codes(found[b][m], low, high,
+                                    digits + 2 * ((row + m) * groups * words + p));
+        }
+      }
+      for (int b = 0; b < B; ++b) {
+        int64_t at = ((block + b) * groups + g) * LANES;
+        Floats scale = lanes::load(scales + at), zero = lanes::load_bytes(zeros + at);
         for (int m = 0; m < M; ++m) {
-          const int32_t* digits = x.digits.data() + (row + m) * depth + 2 * p;
-          sums[b][m] = Int8::add(sums[b][m], _mm512_set1_epi32(digits[0]), first);
-          sums[b][m] = Int8::add(sums[b][m], _mm512_set1_epi32(digits[1]), next);
+          int64_t of = (row + m) * groups + g;
+          Floats sum = __builtin_convertvector(found[b][m], Floats) - zero * sums[of];
+          totals[b][m] += sum * (scale * units[of]);
         }
       }
     }
     for (int b = 0; b < B; ++b) {
-      int64_t at = ((block + b) * groups + g) * LANES;
-      __m512 scale = _mm512_loadu_ps(weight.scales + at);
-      __m512 zero = _mm512_cvtepi32_ps(
-          _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(weight.zeros + at))));
-      for (int m = 0; m < M; ++m) {
-        int64_t of = (row + m) * groups + g;
-        __m512 sum = _mm512_cvtepi32_ps(sums[b][m]);
-        sum = _mm512_fnmadd_ps(zero, _mm512_set1_ps(x.sums[of]), sum);
-        __m512 unit = _mm512_mul_ps(scale, _mm512_set1_ps(x.units[of]));
-        totals[b][m] = _mm512_fmadd_ps(sum, unit, totals[b][m]);
-      }
+      int64_t column = (block + b) * LANES;
+      for (int m = 0; m < M; ++m)
+        put.put(row + m, column, std::min(put.n - column, LANES), totals[b][m]);
     }
   }
-  for (int b = 0; b < B; ++b) {
-    int64_t column = (block + b) * LANES, left = std::min(put.n - column, LANES);
-    for (int m = 0; m < M; ++m) put.put(row + m, column, (1u << left) - 1, totals[b][m]);
-  }
-}
 
-template <int M>
-void int4_strip(const Digits& x, const Int4& weight, int64_t row, int64_t block, int64_t end,
-                const Plain& put) {
-  constexpr int B = M <= 3 ? 4 : M <= 6 ? 2 : 1;
-  for (; block + B <= end; block += B) int4_tile<M, B>(x, weight, row, block, put);
-  for (; block < end; ++block) int4_tile<M, 1>(x, weight, row, block, put);
-}
+  template <int M>
+  void strip(int64_t row, int64_t block, int64_t end) const {
+    constexpr int SUMS = 3 * REGISTERS / 8;
+    constexpr int B = 4 * M <= SUMS ? 4 : 2 * M <= SUMS ? 2 : 1;
+    for (; block + B <= end; block += B) tile<M, B>(row, block);
+    for (; block < end; ++block) tile<M, 1>(row, block);
+  }
+};
 
 Tensor int4_product(const Tensor& given, const Tensor& codes, const Tensor& scales,
                     const Tensor& zeros, const std::optional<Tensor>& bias, int64_t n) {
-  using Strip = void (*)(const Digits&, const Int4&, int64_t, int64_t, int64_t, const Plain&);
-  constexpr Strip STRIPS[] = {int4_strip<1>, int4_strip<2>,  int4_strip<3>,  int4_strip<4>,
-                              int4_strip<5>, int4_strip<6>,  int4_strip<7>,  int4_strip<8>,
-                              int4_strip<9>, int4_strip<10>, int4_strip<11>, int4_strip<12>};
-  constexpr int64_t MOST = std::size(STRIPS);
   TORCH_CHECK(given.size(1) == 8 * codes.size(1), "x: as many columns as the weight");
   Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  int64_t m = x.size(0), blocks = codes.size(0), groups = scales.size(1);
-  Int4 weight{data<uint8_t>(codes), data<uint8_t>(zeros), data<float>(scales), groups,
-              codes.size(1) / groups};
-  Digits digits = in_groups(x, groups);
-  Plain put{written(out, bias), n};
-  if (m == 0) return out;
-  int64_t parts = (m + MOST - 1) / MOST, rows = (m + parts - 1) / parts;
-  int64_t grain = std::max<int64_t>(1, GRAIN / (x.size(1) * LANES / 4));
-  ::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; block += BLOCKS)
-      for (int64_t row = 0; row < m; row += rows)
-        STRIPS[std::min(rows, m - row) - 1](digits, weight, row, block,
-                                            std::min(block + BLOCKS, end), put);
-  });
+  int64_t groups = scales.size(1), depth = codes.size(1);
+  Digits digits(x, groups);
+  std::vector<float> sums(digits.units.size());
+  for (size_t at = 0, size = depth * 8 / groups; at < sums.size(); ++at) {
+    int32_t sum = 0;
+    for (size_t i = at * size; i < (at + 1) * size; ++i) {
+      // With a sign, where those of int8 may have none.
+      digits.bytes[i] ^= 0x80;
+      sum += static_cast<int8_t>(digits.bytes[i]);
+    }
+    sums[at] = static_cast<float>(sum);
+  }
+  Int4 work{reinterpret_cast<const int32_t*>(digits.bytes.data()), digits.units.data(), sums.data(),
+            data<uint8_t>(codes), data<uint8_t>(zeros), data<float>(scales), groups,
+            depth / groups, {written(out, bias), n}};
+  multiply(work, x.size(0), codes.size(0), depth);
   return out;
 }
 
 }  // namespace products
-
-#endif

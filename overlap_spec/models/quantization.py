@@ -39,14 +39,17 @@ LARGEST = 127
 LEAST = 1e-30
 # Inputs that share a scale where a layer is rounded to 4 bits here: some 5 bits a weight with it.
 GROUP = 32
-# Outputs that a native product has side by side.
-LANES = 16
 # What turns a hidden state into logits.
 HEADS = ("lm_head", "head")
 
 
 def has_int8() -> bool:
-    """Whether the processor sums products of bytes in 32 bits (AVX512-VNNI), not in 16."""
+    """Whether products of bytes are summed in 32 bits: by oneDNN with AVX512-VNNI, or natively."""
+    return has_vnni() or (cpu.multiplies() and not wants_references())
+
+
+def has_vnni() -> bool:
+    """Whether oneDNN sums products of bytes in 32 bits, not in 16."""
     return torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()
 
 
@@ -168,8 +171,9 @@ class Int4Linear(nn.Module):
     """A linear layer of 4-bit weights, read at the speed of memory (``kernels/cpu/products.h``);
     input and output keep their type.
 
-    ``codes`` uint8 ``(N / 16, K / 8, 16, 4)``: of a byte the low half is one of four inputs, the
-    high half one of the next four; ``scales`` float32 and ``zeros`` uint8 ``(N / 16, groups, 16)``.
+    Of L lanes, ``codes`` is uint8 ``(N / L, K / 8, L, 4)``: of a byte the low half is one of four
+    inputs, the high half one of the next four; ``scales`` float32 and ``zeros`` uint8
+    ``(N / L, groups, L)``.
     """
 
     codes: Tensor
@@ -179,13 +183,14 @@ class Int4Linear(nn.Module):
     def __init__(self, grid: Grid, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.out_features, self.in_features = grid.codes.shape
-        more = -self.out_features % LANES
-        # (N / 16, 16, K / 8, 2, 4)
-        codes = F.pad(grid.codes, (0, 0, 0, more)).view(-1, LANES, self.in_features // 8, 2, 4)
+        lanes = cpu.lanes()
+        more = -self.out_features % lanes
+        # (N / lanes, lanes, K / 8, 2, 4)
+        codes = F.pad(grid.codes, (0, 0, 0, more)).view(-1, lanes, self.in_features // 8, 2, 4)
         both = codes[..., 0, :] | codes[..., 1, :] << 4
         held = {"codes": both.transpose(1, 2).contiguous()}
         for name in ("scales", "zeros"):
-            part = F.pad(getattr(grid, name), (0, 0, 0, more)).unflatten(0, (-1, LANES))
+            part = F.pad(getattr(grid, name), (0, 0, 0, more)).unflatten(0, (-1, lanes))
             held[name] = part.transpose(1, 2).contiguous()
         for name, part in held.items():
             self.register_buffer(name, part, persistent=False)
@@ -216,8 +221,8 @@ class Int8Embedding(nn.Module):
 
 
 def has_int4() -> bool:
-    """Whether the processor computes with weights of 4 bits: AVX-512 with VNNI and BF16."""
-    return cpu.multiplies_int4() and not wants_references()
+    """Whether the machine computes with weights of 4 bits: natively alone."""
+    return cpu.native() and not wants_references()
 
 
 def in_int4(linear: nn.Linear) -> nn.Module | None:
@@ -228,8 +233,10 @@ def in_int4(linear: nn.Linear) -> nn.Module | None:
 
 
 def in_int8(linear: nn.Linear) -> nn.Module:
-    """The layer in 8 bits."""
-    return (NativeInt8Linear if multiplies_natively(linear) else Int8Linear)(linear)
+    """The layer in 8 bits; as it is where no product of bytes takes its inputs."""
+    if multiplies_natively(linear):
+        return NativeInt8Linear(linear)
+    return Int8Linear(linear) if has_vnni() else linear
 
 
 def quantize(modules: Iterable[nn.Module], kind: str = "int8") -> None:

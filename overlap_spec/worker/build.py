@@ -274,11 +274,13 @@ def check_quantization(name: str, device: torch.device) -> None:
         raise ConfigError(f"quantization {name!r} is for the CPU alone: set device to cpu")
     if name == "int4" and not has_int4():
         raise ConfigError(
-            f"quantization {name!r} needs a processor with AVX512-VNNI and AVX512-BF16, and a C++ "
-            "compiler: take int8"
+            f"quantization {name!r} needs a processor with AVX2 and a C++ compiler (g++, or $CXX)"
         )
     if not has_int8():
-        raise ConfigError(f"quantization {name!r} needs a processor with AVX512-VNNI")
+        raise ConfigError(
+            f"quantization {name!r} needs a processor with AVX512-VNNI, or with AVX2 and a C++ "
+            "compiler (g++, or $CXX)"
+        )
 
 
 def pick_device(name: str) -> torch.device:

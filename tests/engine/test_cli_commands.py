@@ -422,7 +422,7 @@ def test_a_spinner_ends_before_the_first_line_of_the_log(
 def test_doctor_reads_processor_and_memory(tmp_path: Path) -> None:
     (tmp_path / "cpu").write_text("flags : fpu avx2 avx512f avx512_vnni amx_bf16\n")
     assert cpu_features(tmp_path / "cpu") == (
-        "avx2, avx512f, avx512_vnni, amx_bf16 (bfloat16, --quantization int8)"
+        "avx2, avx512f, avx512_vnni, amx_bf16 (bfloat16, --quantization int8 and int4)"
     )
     assert cpu_features(tmp_path / "none").startswith("unknown")
     (tmp_path / "cpu").write_text("flags : fpu")

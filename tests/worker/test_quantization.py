@@ -19,6 +19,7 @@ from overlap_spec.models.quantization import (
     Int8Linear,
     NativeInt8Linear,
     has_int8,
+    has_vnni,
     int8_linear,
     quantize,
     round_rows,
@@ -30,6 +31,7 @@ from overlap_spec.worker.streams import torch_threads
 from tests.support.tiers import few
 
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
+needs_vnni = pytest.mark.skipif(not has_vnni(), reason="no AVX512-VNNI")
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -43,7 +45,7 @@ def test_rows_are_rounded_by_their_own_scale() -> None:
     assert ((rounded * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all()
 
 
-@needs_int8
+@needs_vnni
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(40, 24), (192, 576), (1024, 512), (2048, 256)])
 @pytest.mark.parametrize("threads", [1, 2])
@@ -67,7 +69,7 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows(
             assert torch.equal(recorded, want[:rows]), rows
 
 
-@needs_int8
+@needs_vnni
 def test_no_row_harms_another() -> None:
     layer = Int8Linear(nn.Linear(32, 8))
     x = torch.randn(4, 32)
