@@ -69,6 +69,7 @@ from examples.embedded_model.data import held_out_cases
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.memory import machine_bytes
 from overlap_spec.worker.build import pick_device, pick_dtype
 
 OURS = "overlap-spec"
@@ -107,6 +108,8 @@ def open_systems(
         "max_running_requests": max(options.batches),
         "prefix_cache": False,
         "mask_deadline_ms": None,
+        # Several engines share the process.
+        "memory_limit_bytes": machine_bytes(),
     }
     config = EngineConfig.build(**settings)
     dtype = pick_dtype(config, pick_device(config.device))

@@ -138,10 +138,17 @@ inline float sum(Floats x) {
   return sums(same)[0];
 }
 
-inline float most(Floats x) {
-  float found = x[0];
-  for (int i = 1; i < LANES; ++i) found = x[i] > found ? x[i] : found;
-  return found;
+// The largest lane.
+template <int STRIDE = LANES / 2, typename Vector>
+inline auto most(Vector x) {
+  if constexpr (STRIDE == 0) {
+    return x[0];
+  } else {
+    Ints lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = i;
+    Vector other = __builtin_shuffle(x, lane ^ STRIDE);
+    return most<STRIDE / 2>((Vector)choose(x > other, (Floats)x, (Floats)other));
+  }
 }
 
 // To 2 units of the last place; 0 where float32 has nothing smaller than its normal numbers.

@@ -12,9 +12,9 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -274,16 +274,14 @@ template <typename T>
 float round_row(const T* from, int64_t k, uint8_t* digits) {
   // What this is added to has its integer, to the nearest and ties to even, in its lowest bits.
   const Floats whole = lanes::all(12582912.0f);
-  Floats most{};
-  Ints unknown{};
+  // As integers sizes are in the same order, and above them all is what is no number.
+  Ints most{};
   for (int64_t i = 0; i < k; i += LANES) {
-    Floats x = lanes::load(from + i, k - i);
-    unknown |= x != x;
-    most = lanes::largest(most, (Floats)((Ints)x & 0x7fffffff));
+    Ints size = (Ints)lanes::load(from + i, k - i) & 0x7fffffff;
+    most = size > most ? size : most;
   }
-  float unit = std::max(lanes::most(most), 1e-30f) / 127;
-  for (int64_t i = 0; i < LANES; ++i)
-    if (unknown[i]) unit = std::numeric_limits<float>::quiet_NaN();
+  float largest = std::bit_cast<float>(lanes::most(most));
+  float unit = (largest < 1e-30f ? 1e-30f : largest) / 127;
   // Of what is not finite nothing is left but the unit.
   const Ints kept = Ints{} - (std::isfinite(unit) ? 1 : 0);
   for (int64_t i = 0; i < k; i += LANES) {
