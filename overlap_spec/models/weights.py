@@ -34,7 +34,8 @@ from overlap_spec.models.tensors import (
 
 log = logging.getLogger(__name__)
 
-Head = TypeVar("Head", EagleHead, Eagle3Head, MtpModule)
+Head = TypeVar("Head", bound=EagleHead | Eagle3Head | MtpModule)
+Kind = TypeVar("Kind", bound=Eagle3Head)
 # A draft head of fewer bytes is whole on every rank: its sums would take longer than is saved
 # (measured over gloo: docs/parallel.md).
 SPLIT_HEAD_BYTES = 64 << 20
@@ -237,8 +238,18 @@ def _tell_cost(path: Path, decoder: Decoder) -> None:
         )  # fmt: skip
 
 
-def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
+def load_eagle3(
+    path: Path,
+    target: Decoder,
+    dtype: torch.dtype,
+    kind: type[Kind] = Eagle3Head,  # type: ignore[assignment]
+    config: Eagle3Config | None = None,
+) -> Kind:
     """The EAGLE-3 head in folder ``path``, checked against the target it is to draft for.
+
+    Args:
+        kind, config: Of a layout that has more than EAGLE-3's: its module, and what it says of
+            its shape.
 
     Raises:
         CheckpointError: as for the decoder, and a head whose sizes are not the target's.
@@ -247,7 +258,7 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     names = {_eagle3_name(name) for name in stored}
     if len(names) < len(stored):
         raise CheckpointError(f"{path}: tensors stand there twice, under two of their names")
-    config = eagle3_of_names(read_eagle3_config(path), names)
+    config = eagle3_of_names(config or read_eagle3_config(path), names)
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
     if config.target_hidden_size != hidden:
         raise CheckpointError(
@@ -269,7 +280,7 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     shard = _shard_of(config, own_head, target, dtype)
     layer = replace(layer, shard=shard)
     with torch.device("meta"):
-        head = Eagle3Head(replace(config, layer=layer), own_embedding, own_head).to(dtype)
+        head = kind(replace(config, layer=layer), own_embedding, own_head).to(dtype)
     head = _materialise(head, layer, target)
     if own_head and shard.size > 1:
         head.lm_head.weight.data.zero_()

@@ -39,6 +39,7 @@ from overlap_spec.training.head import (
     new_head,
     spread_layers,
 )
+from overlap_spec.training.optim import product_type
 from overlap_spec.training.progress import Bars
 from overlap_spec.training.samples import Sample, read_samples
 from overlap_spec.training.trainer import Report, save_atomically
@@ -110,7 +111,8 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
     )
     if left_out:
         bars.note(f"{left_out} lines left out: no answer within {settings.max_length} tokens")
-    target = load_decoder(settings.target, torch.bfloat16, device)
+    dtype = product_type(device)
+    target = load_decoder(settings.target, dtype, device)
     layers = feature_layers(settings, target)
     claim_folder(settings, target)
     work = settings.out / "work"
@@ -129,7 +131,7 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
     seconds = trainer.budget.seconds()
     export_head(trainer.averaged(), settings.out)
     load = LOADERS[settings.algorithm]
-    head = load(settings.out, target, torch.bfloat16)
+    head = load(settings.out, target, dtype)
     until = time.monotonic() + CHECK_SHARE * seconds_of(settings)
     runs = target_runs(target, checked, tokenizer, bars.share("check"), until)
     found = acceptance(runs, head_guesses(target, head, trainer.recipe.steps), device)
