@@ -85,8 +85,9 @@ class ModelRunner(nn.Module):
     def stops_drafts(self) -> bool:
         """Whether drafts can be stopped between two steps: of a built drafter's chains, where a
         step's confidences are read without waiting."""
-        built = self.reads_states and self.recorded_drafter and not self.checked
-        return self.device.type == "cpu" and built
+        drafter = self.drafter
+        built = isinstance(drafter, TreeDrafter) and drafter.recorded and not self.checked
+        return self.device.type == "cpu" and built and drafter.stepwise
 
     def release(self) -> None:
         """Let go of weights, caches and tables, for who keeps a closed engine."""
