@@ -3,7 +3,8 @@
 ``python -m examples.embedded_model --gsm8k FILE --tokens-target 100 --minutes-head 25``
 
 ``--only draft-model`` makes the draft model anew for the target in ``--out``, and so does
-``--only head`` the head: after a change of the target both are to be made again.
+``--only head`` the head: after a change of the target both are to be made again. ``--only
+parallel`` makes a head that drafts in one pass from that head; it is made on request alone.
 
 ``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
 ``eagle3``, ``draft_model``) instead of new ones, with no copying curriculum; ``--new-tokenizer``
@@ -47,7 +48,7 @@ from overlap_spec.training.budget import Budget
 from overlap_spec.training.export import export_head
 from overlap_spec.training.generate import answers
 from overlap_spec.training.head import HeadRecipe, HeadTrainer, new_head
-from overlap_spec.training.parallel import ParallelTrainer, new_parallel
+from overlap_spec.training.parallel import DEPTHS, ParallelTrainer, new_parallel
 from overlap_spec.training.progress import COLUMNS, Bars
 from overlap_spec.training.trainer import Model, Trainer
 
@@ -56,9 +57,7 @@ TOKENIZER_DOCUMENTS = 30000
 OWN_OUTPUTS = (("extraction", 512, 128), ("tool_call", 160, 80), ("gsm8k", 256, 192))
 TOKENS_PER_BATCH = 3072
 HEAD_WIDTHS = (96, 144, 208, 320, 640, 2304)
-# Depths that the head of one pass learns.
-DEPTHS = 8
-# What is trained, and for how many minutes.
+# What can be trained, and for how many minutes.
 PARTS = {"target": 70.0, "head": 25.0, "draft-model": 15.0, "parallel": 50.0}
 
 

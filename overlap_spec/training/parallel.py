@@ -15,8 +15,9 @@ from overlap_spec.training.attention import FirstRows, MaskRows
 from overlap_spec.training.head import DraftPass, HeadRecipe, HeadTrainer, new_head
 from overlap_spec.training.trainer import initialise
 
-# Later layers, which read what the first one gathers at a mask: one layer alone asks every mask's
-# question alike, whatever the root.
+# Depths that a new head learns, the root's own among them.
+DEPTHS = 8
+# A mask learns what its root is in the first layer, and looks for what follows such in the second.
 LAYERS = 2
 
 
@@ -76,9 +77,7 @@ class ParallelPass(DraftPass):
         every = torch.arange(self.width - 1, device=tokens.device).expand(self.rows, -1)
         return self.rollout(tokens, features, [every] * (self.steps - 1))
 
-    def rollout(
-        self, tokens: Tensor, features: Tensor, anchors: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def rollout(self, tokens: Tensor, features: Tensor, anchors: Sequence[Tensor]) -> list[Tensor]:
         """The head's output at every slot, and at the masks behind some of them.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -126,7 +127,9 @@ def test_a_tree_has_the_best_nodes_by_the_product_of_marginals(
                     paths[tuple(int(levels[d][1][0, r]) for d, r in enumerate(ranks))] = score
             best = sorted(paths, key=lambda path: -paths[path])[:7]
             own: list[tuple[int, ...]] = [()]
-            for token, parent in zip(draft.tokens[0].tolist(), draft.parents[0].tolist(), strict=True):
+            for token, parent in zip(
+                draft.tokens[0].tolist(), draft.parents[0].tolist(), strict=True
+            ):
                 own.append((*own[parent], token))
             assert sorted(own[1:]) == sorted(best)
             for path, score in zip(own[1:], draft.scores[0].tolist(), strict=True):
@@ -149,24 +152,27 @@ def test_one_pass_a_step_whatever_the_depth(
 ) -> None:
     """Counted: a draft is one pass of the head, and none where it is one token deep."""
     write(tmp_path / "head", LAYOUTS[NAMES[0]])
-    for steps, shape in ((1, {}), (4, {}), (4, {"eagle_topk": 3, "num_draft_tokens": 10})):
-        passes, drafts = [], []
-        forward, draft = ParallelDrafter.advance, ParallelDrafter.draft
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                ParallelDrafter, "advance", lambda *a, f=forward: passes.append(1) or f(*a)
-            )
-            patch.setattr(ParallelDrafter, "draft", lambda *a, f=draft: drafts.append(1) or f(*a))
-            extends: list[int] = []
-            extend = ParallelDrafter.extend
-            patch.setattr(
-                ParallelDrafter, "extend", lambda *a, f=extend: extends.append(1) or f(*a)
-            )
-            settings = settings_of(tiny, tmp_path / "head", graphs=False, **shape)
-            with Engine(**settings | {"num_steps": steps}) as engine:
-                engine.generate(PROMPT, None, {"max_tokens": 8, "temperature": 0})
-        assert drafts
-        assert len(passes) - len(extends) == (len(drafts) if steps > 1 else 0)
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        own = getattr(ParallelDrafter, name)
+
+        def call(*arguments: Any) -> Any:
+            calls[name] += 1
+            return own(*arguments)
+
+        return call
+
+    for name in ("advance", "draft", "extend"):
+        monkeypatch.setattr(ParallelDrafter, name, counted(name))
+    tree = {"eagle_topk": 3, "num_draft_tokens": 10}
+    for steps, shape in ((1, {}), (4, {}), (4, tree)):
+        calls.clear()
+        settings = settings_of(tiny, tmp_path / "head", graphs=False, **shape)
+        with Engine(**settings | {"num_steps": steps}) as engine:
+            engine.generate(PROMPT, None, {"max_tokens": 8, "temperature": 0})
+        assert calls["draft"] > 0
+        assert calls["advance"] == calls["extend"] + (calls["draft"] if steps > 1 else 0)
 
 
 def changed(**fields: Any) -> Callable[[Path], None]:

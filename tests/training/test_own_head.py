@@ -88,6 +88,7 @@ def train(asked: HeadSettings, stop: int = -1) -> bytes:
             ({"own_answers": True}, (1, 5)),  # in the answers, and in the steps
             ({"cache_features": True}, (5, 32)),  # in the features, and in the steps
             ({"algorithm": "eagle"}, (1, 3)),
+            ({"algorithm": "parallel"}, (1, 3)),
         ],
         ({}, (1, 3)),
     ),
