@@ -211,7 +211,11 @@ class DraftPass:
         return (keys, values), used
 
     def drafts(
-        self, tokens: Tensor, features: Tensor, weights: Tensor, number: int
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        weights: Tensor,
+        number: int,  # noqa: ARG002
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """What is learnt from rows whose tokens have ``weights (B, W)``.
 

@@ -28,8 +28,8 @@ def new_parallel(
 
     Args:
         mask_token: A token that stands for what is not known yet; any will do.
-        known: A head of one layer whose weights it begins with; None: :func:`new_head`'s. The layers
-            behind do nothing yet.
+        known: A head of one layer whose weights it begins with; None: that of :func:`new_head`. The
+            layers behind do nothing yet.
     """
     first = new_head(target, recipe) if known is None else known
     layer = replace(first.config.layer, num_layers=LAYERS)
