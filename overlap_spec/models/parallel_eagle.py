@@ -20,7 +20,7 @@ from overlap_spec.models.eagle3 import (
     Eagle3Head,
     read_eagle3_config,
 )
-from overlap_spec.models.weights import load_eagle3
+from overlap_spec.models.weights import load_fusing
 
 # The tensor that tells such a head from one of EAGLE-3.
 MASK_HIDDEN = "mask_hidden"
@@ -81,5 +81,5 @@ class ParallelHead(Eagle3Head):
 
 
 def load_parallel(path: Path, target: Decoder, dtype: torch.dtype) -> ParallelHead:
-    """The head in folder ``path``; errors as :func:`load_eagle3`."""
-    return load_eagle3(path, target, dtype, ParallelHead, read_parallel_config(path))
+    """The head in folder ``path``; errors as of :func:`overlap_spec.models.weights.load_eagle3`."""
+    return load_fusing(path, target, dtype, ParallelHead, read_parallel_config(path))

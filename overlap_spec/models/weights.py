@@ -35,7 +35,7 @@ from overlap_spec.models.tensors import (
 log = logging.getLogger(__name__)
 
 Head = TypeVar("Head", bound=EagleHead | Eagle3Head | MtpModule)
-Kind = TypeVar("Kind", bound=Eagle3Head)
+Fusing = TypeVar("Fusing", bound=Eagle3Head)
 # A draft head of fewer bytes is whole on every rank: its sums would take longer than is saved
 # (measured over gloo: docs/parallel.md).
 SPLIT_HEAD_BYTES = 64 << 20
@@ -238,27 +238,25 @@ def _tell_cost(path: Path, decoder: Decoder) -> None:
         )  # fmt: skip
 
 
-def load_eagle3(
-    path: Path,
-    target: Decoder,
-    dtype: torch.dtype,
-    kind: type[Kind] = Eagle3Head,  # type: ignore[assignment]
-    config: Eagle3Config | None = None,
-) -> Kind:
+def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     """The EAGLE-3 head in folder ``path``, checked against the target it is to draft for.
-
-    Args:
-        kind, config: Of a layout that has more than EAGLE-3's: its module, and what it says of
-            its shape.
 
     Raises:
         CheckpointError: as for the decoder, and a head whose sizes are not the target's.
     """
+    return load_fusing(path, target, dtype, Eagle3Head, read_eagle3_config(path))
+
+
+def load_fusing(
+    path: Path, target: Decoder, dtype: torch.dtype, kind: type[Fusing], config: Eagle3Config
+) -> Fusing:
+    """As :func:`load_eagle3`, a head of ``kind`` that may have more than EAGLE-3's, of the shape
+    that its ``config.json`` says."""
     stored = tensor_names(path)
     names = {_eagle3_name(name) for name in stored}
     if len(names) < len(stored):
         raise CheckpointError(f"{path}: tensors stand there twice, under two of their names")
-    config = eagle3_of_names(config or read_eagle3_config(path), names)
+    config = eagle3_of_names(config, names)
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
     if config.target_hidden_size != hidden:
         raise CheckpointError(

@@ -38,8 +38,10 @@ def recipe(**others: float) -> HeadRecipe:
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
+    """A random one that is sure of what it says."""
     model = Decoder(CONFIG)
     initialise(model, 1)
+    model.norm.weight.data.mul_(40)
     return model.eval().requires_grad_(False)
 
 
@@ -95,7 +97,7 @@ def test_anchors_are_nested_and_drawn_by_weight(target: Decoder, head: ParallelH
             if depth > 1:
                 assert set(slots.tolist()) < set(drawn[depth - 1][1].tolist())
         # A slot's first mask predicts the token two places behind it.
-        assert all(slot % 23 + 3 > 13 for slot in drawn[1][1].tolist() if slot >= 46)
+        assert all(slot % 23 + 3 >= 13 for slot in drawn[1][1].tolist() if slot >= 46)
 
 
 def test_it_learns_all_depths_and_drafts_the_same_when_loaded(target: Decoder, tmp_path) -> None:
