@@ -101,8 +101,10 @@ def below(
         mine = mine + used
     weights = (torch.cat([before, mine], -1) * scale).softmax(-1).to(query.dtype)
     width = shared_keys.shape[2]
-    attended: Tensor = weights[..., :width] @ shared_values
-    return attended + (weights[..., width:].permute(3, 0, 1, 2)[..., None] * values).sum(0)
+    out = weights[..., :width] @ shared_values
+    out = out + (weights[..., width:].permute(3, 0, 1, 2)[..., None] * values).sum(0)
+    attended: Tensor = out
+    return attended
 
 
 class ChainRows(CausalRows):

@@ -86,8 +86,9 @@ class ModelRunner(nn.Module):
         """Whether drafts can be stopped between two steps: of a built drafter's chains, where a
         step's confidences are read without waiting."""
         drafter = self.drafter
-        built = isinstance(drafter, TreeDrafter) and drafter.recorded and not self.checked
-        return self.device.type == "cpu" and built and drafter.stepwise
+        if self.device.type != "cpu" or not isinstance(drafter, TreeDrafter):
+            return False
+        return drafter.stepwise and drafter.recorded and not self.checked
 
     def release(self) -> None:
         """Let go of weights, caches and tables, for who keeps a closed engine."""
