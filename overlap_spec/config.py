@@ -86,10 +86,10 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle, eagle3, draft_model, mtp, ngram, suffix, slots, grammar, none, or "
-            "package.module:Class of your own; or several in a row (suffix,eagle3), of which each "
-            "step has the one that is worth most; by default eagle3 if there is a draft head, else "
-            "slots,suffix.",
+            "Drafter: eagle, eagle3, parallel, draft_model, mtp, ngram, suffix, slots, grammar, "
+            "none, or package.module:Class of your own; or several in a row (suffix,eagle3), of "
+            "which each step has the one that is worth most; by default eagle3 if there is a draft "
+            "head, else slots,suffix.",
             ("--algorithm", "--speculative-algorithm"),
         ),
     ] = None

@@ -3,7 +3,8 @@
 ``python -m examples.embedded_model --gsm8k FILE --tokens-target 100 --minutes-head 25``
 
 ``--only draft-model`` makes the draft model anew for the target in ``--out``, and so does
-``--only head`` the head: after a change of the target both are to be made again.
+``--only head`` the head: after a change of the target both are to be made again. ``--only
+parallel`` makes a head that drafts in one pass from that head; it is made on request alone.
 
 ``--init FOLDER`` begins with the weights and the tokenizer of a folder that holds ``target`` (and
 ``eagle3``, ``draft_model``) instead of new ones, with no copying curriculum; ``--new-tokenizer``
@@ -26,7 +27,7 @@ from rich.progress import Progress
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from examples.embedded_model.data import END, DocumentMaker, read_gsm8k
+from examples.embedded_model.data import END, PAD, DocumentMaker, read_gsm8k
 from examples.embedded_model.draft_model import RECIPE, DraftModelTrainer, cut_out
 from examples.embedded_model.stream import BatchStream
 from examples.embedded_model.target import (
@@ -40,12 +41,14 @@ from examples.embedded_model.target import (
 from examples.embedded_model.tokenizer import corpus, moved_rows, special_id, train_tokenizer
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle3 import Eagle3Head
+from overlap_spec.models.parallel_eagle import ParallelHead
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.training.batches import WIDTHS, Row, answer_row
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.export import export_head
 from overlap_spec.training.generate import answers
 from overlap_spec.training.head import HeadRecipe, HeadTrainer, new_head
+from overlap_spec.training.parallel import DEPTHS, ParallelTrainer, new_parallel
 from overlap_spec.training.progress import COLUMNS, Bars
 from overlap_spec.training.trainer import Model, Trainer
 
@@ -54,8 +57,8 @@ TOKENIZER_DOCUMENTS = 30000
 OWN_OUTPUTS = (("extraction", 512, 128), ("tool_call", 160, 80), ("gsm8k", 256, 192))
 TOKENS_PER_BATCH = 3072
 HEAD_WIDTHS = (96, 144, 208, 320, 640, 2304)
-# What is trained, and for how many minutes.
-PARTS = {"target": 70.0, "head": 25.0, "draft-model": 15.0}
+# What can be trained, and for how many minutes.
+PARTS = {"target": 70.0, "head": 25.0, "draft-model": 15.0, "parallel": 50.0}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -157,6 +160,18 @@ class Builder:
             HeadTrainer(target, head, stream, recipe, self._budget("head")), "head"
         )
 
+    def parallel(self, target: Decoder) -> ParallelHead:
+        """Train the head that drafts in one pass, from the draft head, or go on with it."""
+        recipe = HeadRecipe(steps=DEPTHS, **self._settings())
+        # The few longest texts have no room for the masks behind all their slots.
+        stream = self._stream(
+            4, target, widths=HEAD_WIDTHS[:-1], replay=self._own_rows(target), replay_share=0.5
+        )
+        known = load_eagle3(self.options.out / "eagle3", target, torch.float32)
+        head = new_parallel(target, recipe, special_id(self.tokenizer, PAD), known)
+        trainer = ParallelTrainer(target, head, stream, recipe, self._budget("parallel"))
+        return self._trained(trainer, "parallel")
+
     def draft_model(self, target: Decoder) -> Decoder:
         """Train the draft model, or go on with it."""
         stream, init = self._stream(3, target), self._init("draft_model")
@@ -251,6 +266,8 @@ def main(arguments: list[str] | None = None) -> None:
             export_head(builder.head(target), options.out / "eagle3")
         if options.only in (None, "draft-model"):
             export_target(builder.draft_model(target), tokenizer, options.out / "draft_model")
+        if options.only == "parallel":
+            export_head(builder.parallel(target), options.out / "parallel")
 
 
 if __name__ == "__main__":

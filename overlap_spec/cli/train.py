@@ -1,4 +1,4 @@
-"""``overlap-spec train``: an EAGLE-3 or EAGLE head for the user's own target."""
+"""``overlap-spec train``: an EAGLE-3, EAGLE or P-EAGLE head for the user's own target."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ def train(
         Path, typer.Option(help="Folder of the target.", show_default="the embedded model's")
     ] = EMBEDDED / "target",
     algorithm: Annotated[
-        str, typer.Option(help="Kind of head: eagle3, or eagle (EAGLE-1 and EAGLE-2).")
+        str,
+        typer.Option(
+            "--algorithm",
+            "--head",
+            help="Kind of head: eagle3, eagle (EAGLE-1 and EAGLE-2) or parallel (P-EAGLE).",
+        ),
     ] = "eagle3",
     epochs: Annotated[
         float | None, typer.Option(help="Passes over the data; 1 by default.")
@@ -52,7 +57,7 @@ def train(
         int | None, typer.Option(help="Threads of the CPU; by default torch's choice.")
     ] = None,
 ) -> None:
-    """Train an EAGLE-3 or EAGLE head for a target; the same command goes on after a stop."""
+    """Train a draft head for a target; the same command goes on after a stop."""
     import torch
     from rich.progress import Progress
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from overlap_spec.drafters.base import DraftCache
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.models.decoder import Attend, Decoder
+from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
 
 
 class HeadDrafter(TreeDrafter):
@@ -48,3 +49,24 @@ class HeadDrafter(TreeDrafter):
         assert before is not None
         state: Tensor = self.head(self.embed_tokens(tokens), before, positions, attend)
         return state
+
+
+class FusingDrafter(HeadDrafter):
+    """A head of EAGLE-3's layout: it fuses features of several layers, and may have a vocabulary
+    of its own."""
+
+    head: Eagle3Head
+
+    def __init__(self, head: Eagle3Head, target: Decoder, cache: DraftCache, rows: int) -> None:
+        offsets = head.d2t if hasattr(head, "lm_head") else None
+        super().__init__(head, target, cache, rows, head.fc.out_features, offsets)
+        self.feature_layers = feature_layers(head.config, target.config)
+
+    def states_before(self, features: Tensor | None) -> Tensor:
+        assert features is not None
+        return self.head.fuse(features)
+
+    def logits(self, states: Tensor) -> Tensor:
+        if hasattr(self.head, "lm_head"):
+            return self.head.logits(states)
+        return self._target_logits(self.head.normed(states))

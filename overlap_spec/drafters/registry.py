@@ -82,5 +82,7 @@ def drafter_of_folder(folder: Path) -> str:
         return "draft_model"
     if find_modules(tensor_names(folder)):
         return "mtp"
+    if "mask_hidden" in names:
+        return "parallel"
     architecture = field(read_json(folder / "config.json"), "architectures")[0]
     return "eagle3" if architecture in eagle3.ARCHITECTURES else "eagle"

@@ -75,6 +75,7 @@ def legal_candidates(
     offsets: Tensor | None,
     draft_ids: Tensor | None,
     noise: Noise | None,
+    best: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Options]:
     """The ``k`` best next tokens among those that the grammar may allow, best first.
 
@@ -85,13 +86,17 @@ def legal_candidates(
         logits: ``(T, V)`` over the draft vocabulary.
         offsets, draft_ids: As :class:`overlap_spec.drafters.tree_drafter.TreeDrafter` has them.
         noise: As :func:`overlap_spec.kernels.top_candidates` has it.
+        best: What that gives of the logits, ``max(k, FEW_TOKENS)`` at least or all, where it is
+            known; None: it is made here.
 
     Returns:
         Log-probabilities float32 ``(T, k)`` among what is allowed, as far as it was looked at;
         -inf where there are no more. Target ids, int64 ``(T, k)``. All that was looked at.
     """
     tables, states = standing
-    score, token = top_candidates(logits, min(max(k, FEW_TOKENS), logits.shape[1]), offsets, noise)
+    count = min(max(k, FEW_TOKENS), logits.shape[1])
+    score, token = best or top_candidates(logits, count, offsets, noise)
+    score, token = score[:, :count], token[:, :count]
     row = torch.div(states, STATE_WIDTH, rounding_mode="trunc")
     few = tables.few.index_select(0, row)
     listed = few[:, :FEW_TOKENS].long()

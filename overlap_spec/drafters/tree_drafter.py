@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,18 +30,184 @@ class ChainLink(NamedTuple):
     options: Options | None
 
 
-class TreeDrafter(Drafter):
-    """Grows ``top_k`` branches a step and keeps the best nodes over all steps.
+class Growth(ABC):
+    """Grows chains and trees behind roots: ``top_k`` branches a step, and of all steps the best
+    nodes are kept.
 
-    A branch is a token and a *state*: the model's output there, from which its children come, and
-    which it may read again. Between steps one state a row is kept: the root's.
+    A branch is a token and a *state*, from which its children come.
+    """
+
+    @abstractmethod
+    def root_states(self, roots: Roots) -> Tensor:
+        """The states from which the roots' children come: ``(B, H)``."""
+
+    @abstractmethod
+    def states_below(
+        self,
+        roots: Roots,
+        token: Tensor,
+        before: Tensor,
+        step: int,
+        mask: Tensor | None,
+        first: int | None = None,
+    ) -> Tensor:
+        """The states from which the children of ``token (B, k)`` come: ``(B, k, H)``.
+
+        Args:
+            before: ``(B, k, H)``: the states from which these came.
+            step: Their depth; of what is no tree, the first one's.
+            mask: bool ``(B, k, W)``: which of all branches up to here each one sees; None: they are
+                a chain, behind one that has all depths before.
+            first: Slot of the first one, counted from the root; None: every step has k.
+        """
+
+    @abstractmethod
+    def candidates(
+        self,
+        states: Tensor,
+        k: int,
+        noise: Noise | None = None,
+        standing: GrammarStanding | None = None,
+    ) -> tuple[Tensor, Tensor, Options | None]:
+        """Log-probabilities and target ids of the k best next tokens, descending:
+        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them; and,
+        of ``standing``, what the grammars allow.
+
+        Args:
+            standing: Where the ``T`` rows stand: the candidates are those of
+                :func:`overlap_spec.drafters.states.legal_candidates`.
+        """
+
+    def trees(self, roots: Roots, tier: Tier) -> Draft:
+        """The draft behind each root, as :meth:`Drafter.draft`."""
+        if tier.parents is None and tier.top_k == 1:
+            return self._chain(roots, tier)
+        state = self.root_states(roots)
+        if tier.parents is not None:
+            return self._fixed(roots, state, shape_of(tier.parents, state.device))
+        return self._tree(roots, state, tier)
+
+    def first_link(self, roots: Roots) -> ChainLink:
+        """The first draft of a chain behind each root."""
+        return self._link(roots, self.root_states(roots)[:, None], roots.standing, 0)
+
+    def next_link(
+        self,
+        roots: Roots,
+        token: Tensor,
+        state: Tensor,
+        standing: GrammarStanding | None,
+        step: int,
+    ) -> ChainLink:
+        """The draft behind ``token (B, 1)``, the one of depth ``step`` >= 1.
+
+        Args:
+            state: ``(B, 1, H)``, the one from which that token was drafted.
+            standing: Where the grammars stand behind it.
+        """
+        # Everything before is an ancestor: plain causal attention.
+        state = self.states_below(roots, token, state, step, None)
+        return self._link(roots, state, standing, step)
+
+    def _link(
+        self, roots: Roots, state: Tensor, standing: GrammarStanding | None, step: int
+    ) -> ChainLink:
+        noise = roots.noise(step + 1, 1)
+        score, token, options = self.candidates(state.flatten(0, 1), 1, noise, standing)
+        score, token = forced_first(roots, score, token, step)
+        return ChainLink(token, score, state, options)
+
+    def _chain(self, roots: Roots, tier: Tier) -> Draft:
+        links = [self.first_link(roots)]
+        for step in range(1, tier.nodes - 1):
+            token, _, state, options = links[-1]
+            standing = options and options.along(token)
+            links.append(self.next_link(roots, token, state, standing, step))
+        tokens, scores, _, _ = zip(*links, strict=True)
+        return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
+
+    def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
+        batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
+        standing = roots.standing
+        score, token, options = self.candidates(state, k, roots.noise(1, 1), standing)
+        score, token = forced_first(roots, score, token, 0)
+        standing = options and options.along(token)
+        scores, tokens = [score], [token]
+        parents = [torch.full_like(token, -1)]
+        number = torch.arange(k, device=device).expand(batch, k)
+        before = state[:, None].expand(batch, k, -1)
+        mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
+        for step in range(1, tier.steps):
+            out = self.states_below(roots, token, before, step, mask)
+            noise = roots.noise(step + 1, k)
+            added, choices, options = self.candidates(out.flatten(0, 1), k, noise, standing)
+            # A run goes on in the first branch: nothing outranks its score, nor comes before it.
+            first = added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0]
+            for mine, own in zip(first, forced_first(roots, *first, step), strict=True):
+                mine.copy_(own)
+            grown = grow(score, added, choices, mask)
+            parents.append(number.repeat_interleave(k, 1))
+            scores.append(added.view(batch, k * k))
+            tokens.append(choices.view(batch, k * k))
+            score, token = grown.score, grown.token
+            standing = options and options.along(token, grown.branch)
+            number = grown.best + (k + (step - 1) * k * k)
+            before = out.gather(1, grown.branch[:, :, None].expand_as(out))
+            assert grown.mask is not None
+            mask = grown.mask
+        every = torch.cat(scores, 1)
+        kept = rerank(every, tier.nodes - 1)
+        return Draft(
+            torch.cat(tokens, 1).gather(1, kept),
+            _renumber(torch.cat(parents, 1), kept),
+            every.gather(1, kept),
+        )
+
+    def _fixed(self, roots: Roots, state: Tensor, shape: Shape) -> Draft:
+        """The tree whose nodes are the best children of theirs, level by level."""
+        batch, out, token = roots.rows.shape[0], state[:, None], roots.tokens[:, None]
+        score = out.new_zeros(batch, 1, dtype=torch.float32)
+        scores, tokens, grown, standing = [], [], 1, roots.standing
+        for step, level in enumerate(shape.levels):
+            if step:
+                token, before = token[:, level.nodes], out[:, level.above]
+                score, mask = score[:, level.nodes], level.seen.expand(batch, -1, -1)
+                out = self.states_below(roots, token, before, step, mask, grown)
+                grown += len(level.nodes)
+                standing = standing and standing.among(batch, level.nodes)
+            noise = roots.noise(step + 1, out.shape[1])
+            added, choices, options = self.candidates(
+                out.flatten(0, 1), level.most, noise, standing
+            )
+            place = level.owner * level.most + level.rank
+            token = choices.view(batch, -1)[:, place]
+            score = score[:, level.owner] + added.view(batch, -1)[:, place]
+            standing = options and options.along(token, level.owner.expand_as(token))
+            scores.append(score)
+            tokens.append(token)
+        return Draft(
+            torch.cat(tokens, 1)[:, shape.order],
+            shape.parents.expand(batch, -1),
+            torch.cat(scores, 1)[:, shape.order],
+        )
+
+
+class TreeDrafter(Growth, Drafter):
+    """A branch's state is the model's output there, which it may read again.
+
+    Between steps one state a row is kept: the root's.
 
     Args:
         cache: The model's own; slot i holds token i.
         root_state: Zeros ``(rows, H)``, one for each row of the tables.
         last_position: The last one in the target's context; drafts past it are discarded.
         offsets: int64 ``(V,)``: target id = draft id + ``offsets[draft id]``; None: they are one.
+
+    Attributes:
+        stepwise: Whether every depth is a pass of its own, which may be stopped before the next.
     """
+
+    stepwise: ClassVar[bool] = True
 
     root_state: Tensor
     offsets: Tensor | None
@@ -87,14 +253,6 @@ class TreeDrafter(Drafter):
         noise: Noise | None = None,
         standing: GrammarStanding | None = None,
     ) -> tuple[Tensor, Tensor, Options | None]:
-        """Log-probabilities and target ids of the k best next tokens, descending:
-        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them; and,
-        of ``standing``, what the grammars allow.
-
-        Args:
-            standing: Where the ``T`` rows stand: the candidates are those of
-                :func:`overlap_spec.drafters.states.legal_candidates`.
-        """
         logits = self.logits(states)
         if standing is None:
             return *top_candidates(logits, k, self.offsets, noise), None
@@ -114,118 +272,12 @@ class TreeDrafter(Drafter):
         self.root_state.index_copy_(0, committed.rows, states[committed.last])
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:
-        if tier.parents is None and tier.top_k == 1:
-            return self._chain(roots, tier)
-        state = self.root_state[roots.rows]
-        if tier.parents is not None:
-            return self._fixed(roots, state, shape_of(tier.parents, state.device))
-        return self._tree(roots, state, tier)
+        return self.trees(roots, tier)
 
-    def first_link(self, roots: Roots) -> ChainLink:
-        """The first draft of a chain behind each root."""
-        return self._link(roots, self.root_state[roots.rows][:, None], roots.standing, 0)
+    def root_states(self, roots: Roots) -> Tensor:
+        return self.root_state[roots.rows]
 
-    def next_link(
-        self,
-        roots: Roots,
-        token: Tensor,
-        state: Tensor,
-        standing: GrammarStanding | None,
-        step: int,
-    ) -> ChainLink:
-        """The draft behind ``token (B, 1)``, the one of depth ``step`` >= 1.
-
-        Args:
-            state: ``(B, 1, H)``, the one from which that token was drafted.
-            standing: Where the grammars stand behind it.
-        """
-        # Everything before is an ancestor: plain causal attention.
-        state = self._advance(roots, token, state, step, None)
-        return self._link(roots, state, standing, step)
-
-    def _link(
-        self, roots: Roots, state: Tensor, standing: GrammarStanding | None, step: int
-    ) -> ChainLink:
-        noise = roots.noise(step + 1, 1)
-        score, token, options = self.candidates(state.flatten(0, 1), 1, noise, standing)
-        score, token = forced_first(roots, score, token, step)
-        return ChainLink(token, score, state, options)
-
-    def _chain(self, roots: Roots, tier: Tier) -> Draft:
-        links = [self.first_link(roots)]
-        for step in range(1, tier.nodes - 1):
-            token, _, state, options = links[-1]
-            standing = options and options.along(token)
-            links.append(self.next_link(roots, token, state, standing, step))
-        tokens, scores, _, _ = zip(*links, strict=True)
-        return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
-
-    def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
-        batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
-        standing = roots.standing
-        score, token, options = self.candidates(state, k, roots.noise(1, 1), standing)
-        score, token = forced_first(roots, score, token, 0)
-        standing = options and options.along(token)
-        scores, tokens = [score], [token]
-        parents = [torch.full_like(token, -1)]
-        number = torch.arange(k, device=device).expand(batch, k)
-        before = state[:, None].expand(batch, k, -1)
-        mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
-        for step in range(1, tier.steps):
-            out = self._advance(roots, token, before, step, mask)
-            noise = roots.noise(step + 1, k)
-            added, choices, options = self.candidates(out.flatten(0, 1), k, noise, standing)
-            # A run goes on in the first branch: nothing outranks its score, nor comes before it.
-            first = added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0]
-            for mine, own in zip(first, forced_first(roots, *first, step), strict=True):
-                mine.copy_(own)
-            grown = grow(score, added, choices, mask)
-            parents.append(number.repeat_interleave(k, 1))
-            scores.append(added.view(batch, k * k))
-            tokens.append(choices.view(batch, k * k))
-            score, token = grown.score, grown.token
-            standing = options and options.along(token, grown.branch)
-            number = grown.best + (k + (step - 1) * k * k)
-            before = out.gather(1, grown.branch[:, :, None].expand_as(out))
-            assert grown.mask is not None
-            mask = grown.mask
-        every = torch.cat(scores, 1)
-        kept = rerank(every, tier.nodes - 1)
-        return Draft(
-            torch.cat(tokens, 1).gather(1, kept),
-            _renumber(torch.cat(parents, 1), kept),
-            every.gather(1, kept),
-        )
-
-    def _fixed(self, roots: Roots, state: Tensor, shape: Shape) -> Draft:
-        """The tree whose nodes are the best children of theirs, level by level."""
-        batch, out, token = roots.rows.shape[0], state[:, None], roots.tokens[:, None]
-        score = out.new_zeros(batch, 1, dtype=torch.float32)
-        scores, tokens, grown, standing = [], [], 1, roots.standing
-        for step, level in enumerate(shape.levels):
-            if step:
-                token, before = token[:, level.nodes], out[:, level.above]
-                score, mask = score[:, level.nodes], level.seen.expand(batch, -1, -1)
-                out = self._advance(roots, token, before, step, mask, grown)
-                grown += len(level.nodes)
-                standing = standing and standing.among(batch, level.nodes)
-            noise = roots.noise(step + 1, out.shape[1])
-            added, choices, options = self.candidates(
-                out.flatten(0, 1), level.most, noise, standing
-            )
-            place = level.owner * level.most + level.rank
-            token = choices.view(batch, -1)[:, place]
-            score = score[:, level.owner] + added.view(batch, -1)[:, place]
-            standing = options and options.along(token, level.owner.expand_as(token))
-            scores.append(score)
-            tokens.append(token)
-        return Draft(
-            torch.cat(tokens, 1)[:, shape.order],
-            shape.parents.expand(batch, -1),
-            torch.cat(scores, 1)[:, shape.order],
-        )
-
-    def _advance(
+    def states_below(
         self,
         roots: Roots,
         token: Tensor,
@@ -234,17 +286,14 @@ class TreeDrafter(Drafter):
         mask: Tensor | None,
         first: int | None = None,
     ) -> Tensor:
-        """One step of all branches: ``token (B, k)``, ``before (B, k, H)`` → ``(B, k, H)``.
-
-        ``first``: slot of the first one, counted from the root; None: every step has k.
-        """
         batch, k = token.shape
         prefix = roots.positions + (1 if mask is not None else step)
         first = 1 + (step - 1) * k if first is None else first
-        offset = torch.arange(first, first + k, device=token.device)
-        slots = roots.positions[:, None] + offset
-        positions = (roots.positions + step).clamp(max=self.last_position)
-        positions = positions[:, None].expand(batch, k)
+        each = torch.arange(k, device=token.device)
+        slots = roots.positions[:, None] + first + each
+        # Branches are of one depth.
+        depths = step + (each if mask is None else torch.zeros_like(each))
+        positions = (roots.positions[:, None] + depths).clamp(max=self.last_position)
         attend = self.cache.attend(roots.pages, slots, prefix, positions, mask)
         out = self.advance(token.flatten(), before.flatten(0, 1), positions.flatten(), attend)
         return out.view(batch, k, -1)

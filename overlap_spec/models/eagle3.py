@@ -20,9 +20,10 @@ ARCHITECTURES = {
     "Eagle3LlamaForCausalLM": 0,
     "Eagle3Speculator": 0,
     "Eagle3DraftModel": 0,
+    "PEagleDraftModel": 0,
 }
 # Those of `speculators`, whose shape is in a field of its own.
-SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel")
+SPECULATORS = ("Eagle3Speculator", "Eagle3DraftModel", "PEagleDraftModel")
 # Features where the config names no layers.
 FEATURES = 3
 

@@ -34,7 +34,8 @@ from overlap_spec.models.tensors import (
 
 log = logging.getLogger(__name__)
 
-Head = TypeVar("Head", EagleHead, Eagle3Head, MtpModule)
+Head = TypeVar("Head", bound=EagleHead | Eagle3Head | MtpModule)
+Fusing = TypeVar("Fusing", bound=Eagle3Head)
 # A draft head of fewer bytes is whole on every rank: its sums would take longer than is saved
 # (measured over gloo: docs/parallel.md).
 SPLIT_HEAD_BYTES = 64 << 20
@@ -243,11 +244,19 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     Raises:
         CheckpointError: as for the decoder, and a head whose sizes are not the target's.
     """
+    return load_fusing(path, target, dtype, Eagle3Head, read_eagle3_config(path))
+
+
+def load_fusing(
+    path: Path, target: Decoder, dtype: torch.dtype, kind: type[Fusing], config: Eagle3Config
+) -> Fusing:
+    """As :func:`load_eagle3`, a head of ``kind`` that may have more than EAGLE-3's, of the shape
+    that its ``config.json`` says."""
     stored = tensor_names(path)
     names = {_eagle3_name(name) for name in stored}
     if len(names) < len(stored):
         raise CheckpointError(f"{path}: tensors stand there twice, under two of their names")
-    config = eagle3_of_names(read_eagle3_config(path), names)
+    config = eagle3_of_names(config, names)
     hidden, vocab = target.config.hidden_size, target.config.vocab_size
     if config.target_hidden_size != hidden:
         raise CheckpointError(
@@ -269,7 +278,7 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
     shard = _shard_of(config, own_head, target, dtype)
     layer = replace(layer, shard=shard)
     with torch.device("meta"):
-        head = Eagle3Head(replace(config, layer=layer), own_embedding, own_head).to(dtype)
+        head = kind(replace(config, layer=layer), own_embedding, own_head).to(dtype)
     head = _materialise(head, layer, target)
     if own_head and shard.size > 1:
         head.lm_head.weight.data.zero_()

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.parallel_eagle import ParallelHead
 from overlap_spec.training.head import DraftPass, Head, HeadRecipe
+from overlap_spec.training.parallel import ParallelPass
 
 # Prompt and greedy output of a target, in tokens.
 Run = tuple[Sequence[int], Sequence[int]]
@@ -51,9 +53,10 @@ class Acceptance:
 def head_guesses(target: Decoder, head: Head, steps: int) -> Guesses:
     """The guesses of a head; both in one dtype, on one device."""
     recipe = HeadRecipe(steps=steps, compile=False)
+    kind = ParallelPass if isinstance(head, ParallelHead) else DraftPass
 
     def guesses(tokens: Tensor) -> Tensor:
-        draft = DraftPass(head, target, 1, len(tokens), recipe)
+        draft = kind(head, target, 1, len(tokens), recipe)
         features, _ = draft.observe(tokens[None])
         chain = draft.chain(tokens[None], features)
         best = torch.stack([draft.ids[draft.logits(hidden).argmax(-1)] for hidden in chain])

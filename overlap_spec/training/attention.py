@@ -60,14 +60,51 @@ class CausalRows:
 
 
 class FirstRows(CausalRows):
-    """The first pass of a draft chain: causal, and it keeps its keys and values for later."""
+    """The first pass of a draft: causal, and it keeps each layer's keys and values for later."""
 
-    kept: tuple[Tensor, Tensor]
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__(rows, width)
+        self.kept: list[tuple[Tensor, Tensor]] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Shapes as for :class:`CausalRows`."""
-        self.kept = self.split(k.to(v.dtype)), self.split(v)
+        self.kept.append((self.split(k.to(v.dtype)), self.split(v)))
         return super().attend(q, k, v)
+
+
+def below(
+    query: Tensor,
+    shared: tuple[Tensor, Tensor],
+    hidden: Tensor,
+    own: tuple[Tensor, Tensor],
+    used: Tensor | None = None,
+) -> Tensor:
+    """Attention of drafts that hang below slots of a first pass: to these, and to the drafts of
+    their own chain.
+
+    Args:
+        query: ``(B, heads, A, D)``.
+        shared: Keys and values of the first pass, ``(B, kv_heads, W, D)`` each.
+        hidden: bool ``(..., A, W)``: which of them a draft does not see.
+        own: Those of each draft's chain, itself last, ``(S, B, kv_heads, A, D)`` each.
+        used: float ``(S,)``: 0, or -inf for what is not there; None: all is.
+
+    Returns:
+        ``(B, heads, A, D)``.
+    """
+    groups, scale = query.shape[1] // shared[0].shape[1], query.shape[3] ** -0.5
+    shared_keys, shared_values = (x.repeat_interleave(groups, 1) for x in shared)
+    keys, values = (x.repeat_interleave(groups, 2) for x in own)
+    before = (query @ shared_keys.transpose(-1, -2)).float().masked_fill(hidden, -1e30)
+    mine = (query[None] * keys).sum(-1).float().permute(1, 2, 3, 0)
+    if used is not None:
+        mine = mine + used
+    weights = (torch.cat([before, mine], -1) * scale).softmax(-1).to(query.dtype)
+    width = shared_keys.shape[2]
+    out = weights[..., :width] @ shared_values
+    out = out + (weights[..., width:].permute(3, 0, 1, 2)[..., None] * values).sum(0)
+    attended: Tensor = out
+    return attended
 
 
 class ChainRows(CausalRows):
@@ -98,20 +135,49 @@ class ChainRows(CausalRows):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Shapes as for :class:`CausalRows`."""
-        groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
         self.kept = self.split(k.to(v.dtype)), self.split(v)
-        query = self.split(q.to(v.dtype))
         keys, values = (
-            torch.cat([old, new[None]]).repeat_interleave(groups, 2)
-            for old, new in zip(self.own, self.kept, strict=True)
+            torch.cat([old, new[None]]) for old, new in zip(self.own, self.kept, strict=True)
         )
-        shared_keys, shared_values = (x.repeat_interleave(groups, 1) for x in self.shared)
         later = torch.ones(self.width, self.width, dtype=torch.bool, device=q.device).triu(1)
-        shared = (query @ shared_keys.transpose(-1, -2)).float().masked_fill(later, -1e30)
-        mine = (query[None] * keys).sum(-1).float().permute(1, 2, 3, 0)
-        mine = mine + torch.cat([self.used, self.used.new_zeros(1)])
-        weights = (torch.cat([shared, mine], -1) * scale).softmax(-1).to(query.dtype)
-        out = weights[..., : self.width] @ shared_values
-        out = out + (weights[..., self.width :].permute(3, 0, 1, 2)[..., None] * values).sum(0)
-        flat: Tensor = out.transpose(1, 2).reshape(self.rows * self.width, -1)
-        return flat
+        used = torch.cat([self.used, self.used.new_zeros(1)])
+        out = below(self.split(q.to(v.dtype)), self.shared, later, (keys, values), used)
+        return out.transpose(1, 2).reshape(self.rows * self.width, -1)
+
+
+class MaskRows(CausalRows):
+    """The masks of one depth behind their anchors: P-EAGLE's depth masks (arXiv 2602.01469).
+
+    A mask attends to the first pass's slots up to its anchor and to the masks between, as it does
+    at inference, where all masks behind a root are one pass.
+
+    Args:
+        anchors: int64 ``(B, A)``: the first pass's slots.
+        shared: Of each layer, keys and values of the first pass, ``(B, kv_heads, W, D)`` each.
+        own: Of each depth before and each layer, those of its masks, ``(B, kv_heads, A', D)`` each:
+            the first A of them have the same anchors.
+    """
+
+    def __init__(
+        self,
+        anchors: Tensor,
+        shared: list[tuple[Tensor, Tensor]],
+        own: list[list[tuple[Tensor, Tensor]]],
+    ) -> None:
+        super().__init__(*anchors.shape)
+        slots = torch.arange(shared[0][0].shape[2], device=anchors.device)
+        self.hidden = (slots > anchors[:, :, None])[:, None]
+        self.shared, self.own = shared, own
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Shapes as for :class:`CausalRows`."""
+        layer = len(self.kept)
+        self.kept.append((self.split(k.to(v.dtype)), self.split(v)))
+        chain = [depth[layer] for depth in self.own] + self.kept[-1:]
+        keys, values = (
+            torch.stack([pair[side][:, :, : self.width] for pair in chain]) for side in (0, 1)
+        )
+        query = self.split(q.to(v.dtype))
+        out = below(query, self.shared[layer], self.hidden, (keys, values))
+        return out.transpose(1, 2).reshape(self.rows * self.width, -1)

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.eagle import EagleHead
 from overlap_spec.models.eagle3 import Eagle3Head
+from overlap_spec.models.parallel_eagle import ParallelConfig
 from overlap_spec.models.weights import export_state
 
 
@@ -63,8 +64,10 @@ def export_head(head: EagleHead | Eagle3Head, out: Path) -> None:
         shape = head.config
         write_checkpoint(out, head, "LlamaForCausalLMEagle", shape, tie_word_embeddings=False)
         return
-    config = head.config
+    config, parallel = head.config, {}
     assert config.feature_layers is not None
+    if isinstance(config, ParallelConfig):
+        parallel = {"parallel_drafting": True, "ptd_token_id": config.mask_token}
     write_checkpoint(
         out,
         head,
@@ -75,4 +78,5 @@ def export_head(head: EagleHead | Eagle3Head, out: Path) -> None:
         # An id names the state after that layer, the input of the next.
         eagle_aux_hidden_state_layer_ids=[i - 1 for i in config.feature_layers],
         tie_word_embeddings=False,
+        **parallel,
     )

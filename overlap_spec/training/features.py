@@ -12,6 +12,7 @@ from torch import Tensor
 from overlap_spec.models.decoder import NORMED_OUTPUT, Decoder
 from overlap_spec.training.attention import CausalRows
 from overlap_spec.training.batches import Batch
+from overlap_spec.training.optim import mixed
 
 
 class FeatureCache:
@@ -50,7 +51,7 @@ class FeatureCache:
         logits = target.logits(both[..., -hidden:].to(target.lm_head.weight.dtype))
         # An EAGLE head reads the normed output itself, which is kept once.
         features = both if both.shape[-1] == hidden else both[..., :-hidden]
-        return features, logits[..., ids]
+        return features.to(logits.dtype), logits[..., ids]
 
 
 @torch.no_grad()
@@ -73,7 +74,7 @@ def fill_cache(
     for number, row in enumerate(rows):
         tokens = torch.tensor(row, device=device)
         positions = torch.arange(len(row), device=device)
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed(device):
             attend = CausalRows(1, len(row))
             _, features = target(tokens, positions, attend, kept)
         assert features is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ from overlap_spec.training.attention import CausalRows, ChainRows, FirstRows
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.features import FeatureCache
+from overlap_spec.training.optim import mixed
 from overlap_spec.training.trainer import Batches, Recipe, Trainer, initialise
 
 Head = EagleHead | Eagle3Head
@@ -28,14 +29,17 @@ class HeadRecipe(Recipe):
     """Settings of a head's training.
 
     Attributes:
-        steps: Steps of training-time test.
+        steps: Steps of training-time test, or depths that are drafted at once.
         step_decay: Weight of step j is ``step_decay ** j``.
+        kept_share: Of a head that drafts all depths at once, the share of a depth's masks behind
+            which the next depth is learnt too.
         draft_vocab: Target ids that the head can draft, ascending; None for all of them. An
             EAGLE head drafts with the target's vocabulary.
     """
 
     steps: int = 5
     step_decay: float = 0.8
+    kept_share: float = 0.8
     draft_vocab: tuple[int, ...] | None = None
 
 
@@ -115,6 +119,7 @@ class DraftPass:
     ) -> None:
         self.head, self.target = head, target
         self.rows, self.width, self.steps = rows, width, recipe.steps
+        self.recipe = recipe
         device = target.embed_tokens.weight.device
         self.positions = torch.arange(width, device=device)
         self.layers = read_layers(head)
@@ -148,7 +153,7 @@ class DraftPass:
     ) -> tuple[Tensor, Tensor, Tensor]:
         attend = FirstRows(self.rows, self.width - 1)
         feature = self.fuse(features[:, :-1].flatten(0, 1))
-        return (self.head(embeds, feature, positions, attend), *attend.kept)
+        return (self.head(embeds, feature, positions, attend), *attend.kept[0])
 
     def _later(
         self,
@@ -205,6 +210,32 @@ class DraftPass:
         used[: len(own)] = 0
         return (keys, values), used
 
+    def drafts(
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        weights: Tensor,
+        number: int,  # noqa: ARG002
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """What is learnt from rows whose tokens have ``weights (B, W)``.
+
+        Args:
+            number: Of the training's step, on which all that is drawn by chance depends.
+
+        Yields:
+            Of each step the outputs ``(K, hidden)``, and their slots of the flattened
+            ``(B, W−1)``: the heaviest ones.
+        """
+        for step, hidden in enumerate(self.chain(tokens, features)):
+            slots = self.heaviest(weights, step)
+            yield hidden[slots], slots
+
+    def heaviest(self, weights: Tensor, step: int) -> Tensor:
+        """The slots, int64 ``(K,)``, whose tokens weigh most in step ``step``."""
+        weight = self.weights(weights, step).flatten()
+        count = max(1, round(self.recipe.scored_share * weight.numel()))
+        return weight.topk(count).indices
+
     def targets(self, logits: Tensor, step: int, slots: Tensor) -> Tensor:
         """The target's logits for what step ``step`` predicts at ``slots`` of the flattened
         ``(B, W−1)``: ``(K, Vd)``."""
@@ -231,6 +262,8 @@ class HeadTrainer(Trainer[Kind]):
         batches, recipe, budget: As for :class:`Trainer`.
         cache: Features of all rows, kept from one pass; None: the target runs at every step.
     """
+
+    passes: type[DraftPass] = DraftPass
 
     def __init__(
         self,
@@ -260,20 +293,19 @@ class HeadTrainer(Trainer[Kind]):
         tokens, weights = batch.tokens.to(self.device), batch.weights.to(self.device)
         shape = (tokens.shape[0], tokens.shape[1])
         if shape not in self._passes:
-            self._passes[shape] = DraftPass(self.model, self.target, *shape, self.recipe)
+            self._passes[shape] = self.passes(self.model, self.target, *shape, self.recipe)
         draft = self._passes[shape]
         total = torch.zeros((), device=self.device)
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with mixed(self.device):
             with torch.no_grad():
                 if self.cache is None:
                     features, logits = draft.observe(tokens)
                 else:
                     features, logits = self.cache.read(batch, self.target, draft.ids)
-            for step, hidden in enumerate(draft.chain(tokens, features)):
-                weight = draft.weights(weights, step).flatten()
-                count = max(1, round(self.recipe.scored_share * weight.numel()))
-                slots = weight.topk(count).indices
+            drafts = draft.drafts(tokens, features, weights, self.budget.done)
+            for step, (hidden, slots) in enumerate(drafts):
                 wanted = draft.targets(logits, step, slots)
-                term = draft.term(hidden[slots], wanted, weight[slots])
+                weight = draft.weights(weights, step).flatten()[slots]
+                term = draft.term(hidden, wanted, weight)
                 total = total + self.recipe.step_decay**step * term
         return total

@@ -13,14 +13,30 @@ from overlap_spec.models.places import part_views
 _NS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrix, by Newton-Schulz iterations in bfloat16.
+def product_type(device: torch.device) -> torch.dtype:
+    """What products are computed in: bfloat16 where the device multiplies it itself, else float32.
+
+    A processor that does not is many times slower in it.
+    """
+    probes = (torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported)
+    known = device.type != "cpu" or any(probe() for probe in probes)
+    return torch.bfloat16 if known else torch.float32
+
+
+def mixed(device: torch.device) -> torch.autocast:
+    """Products of float32 weights in :func:`product_type`."""
+    reduced = product_type(device) is torch.bfloat16
+    return torch.autocast(device.type, torch.bfloat16, enabled=reduced)
+
+
+def orthogonalise(matrix: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
+    """The nearest semi-orthogonal matrix, by Newton-Schulz iterations in ``dtype``.
 
     Coefficients as in Muon (https://kellerjordan.github.io/posts/muon/): singular values end
-    near 1, not exactly there. ``matrix (m, n)`` any float type → ``(m, n)`` bfloat16.
+    near 1, not exactly there. ``matrix (m, n)`` any float type → ``(m, n)`` of ``dtype``.
     """
     a, b, c = _NS
-    x = matrix.bfloat16()
+    x = matrix.to(dtype)
     flipped = x.shape[0] > x.shape[1]
     if flipped:
         x = x.T
@@ -65,10 +81,11 @@ class Muon(torch.optim.Optimizer):
                 buffer = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(buffer, group["momentum"])
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                cut = self._cuts[id(parameter)]
+                cut, dtype = self._cuts[id(parameter)], product_type(parameter.device)
                 for rows, piece in zip(cut(parameter), cut(update), strict=True):
                     scale = math.sqrt(max(1.0, piece.shape[0] / piece.shape[1]))
-                    rows.add_(orthogonalise(piece).to(rows.dtype), alpha=-group["lr"] * scale)
+                    step = orthogonalise(piece, dtype).to(rows.dtype)
+                    rows.add_(step, alpha=-group["lr"] * scale)
 
 
 def make_optimizers(

@@ -23,6 +23,7 @@ import torch
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import read_config
 from overlap_spec.models.decoder import NORMED_OUTPUT, Decoder
+from overlap_spec.models.parallel_eagle import load_parallel
 from overlap_spec.models.weights import load_decoder, load_eagle, load_eagle3
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.training.acceptance import Acceptance, Run, acceptance, head_guesses
@@ -39,6 +40,8 @@ from overlap_spec.training.head import (
     new_head,
     spread_layers,
 )
+from overlap_spec.training.optim import product_type
+from overlap_spec.training.parallel import DEPTHS, ParallelTrainer, new_parallel
 from overlap_spec.training.progress import Bars
 from overlap_spec.training.samples import Sample, read_samples
 from overlap_spec.training.trainer import Report, save_atomically
@@ -58,7 +61,7 @@ class HeadSettings:
 
     Attributes:
         target, data, out: Folder of the target, file of chats or texts, folder of the result.
-        algorithm: Whose head it is: eagle3, or eagle (EAGLE-1 and EAGLE-2).
+        algorithm: Whose head it is: eagle3, eagle (EAGLE-1 and EAGLE-2), or parallel (P-EAGLE).
         epochs: Passes over the data; None where ``minutes`` limits the training: from its start to
             its end, answers and check included.
         own_answers: Learn from the target's own greedy answers instead of the file's.
@@ -88,6 +91,7 @@ class HeadSettings:
 LOADERS: dict[str, Callable[[Path, Decoder, torch.dtype], Head]] = {
     "eagle": load_eagle,
     "eagle3": load_eagle3,
+    "parallel": load_parallel,
 }
 # Settings that a training cannot change on its way.
 FIXED = ("algorithm", "own_answers", "max_length", "batch_tokens", "draft_vocab_size", "seed")
@@ -110,7 +114,8 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
     )
     if left_out:
         bars.note(f"{left_out} lines left out: no answer within {settings.max_length} tokens")
-    target = load_decoder(settings.target, torch.bfloat16, device)
+    dtype = product_type(device)
+    target = load_decoder(settings.target, dtype, device)
     layers = feature_layers(settings, target)
     claim_folder(settings, target)
     work = settings.out / "work"
@@ -129,7 +134,7 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
     seconds = trainer.budget.seconds()
     export_head(trainer.averaged(), settings.out)
     load = LOADERS[settings.algorithm]
-    head = load(settings.out, target, torch.bfloat16)
+    head = load(settings.out, target, dtype)
     until = time.monotonic() + CHECK_SHARE * seconds_of(settings)
     runs = target_runs(target, checked, tokenizer, bars.share("check"), until)
     found = acceptance(runs, head_guesses(target, head, trainer.recipe.steps), device)
@@ -140,7 +145,7 @@ def train_head(settings: HeadSettings, device: torch.device, bars: Bars) -> Acce
 def check_settings(settings: HeadSettings) -> None:
     """ConfigError for what cannot be done."""
     if settings.algorithm not in LOADERS:
-        raise ConfigError(f"algorithm must be eagle or eagle3: {settings.algorithm!r}")
+        raise ConfigError(f"algorithm must be {', '.join(LOADERS)}: {settings.algorithm!r}")
     if (settings.epochs is None) == (settings.minutes is None):
         raise ConfigError("give epochs or minutes, one of them")
     for name in ("epochs", "minutes", "batch_tokens", "draft_vocab_size"):
@@ -297,7 +302,7 @@ def make_trainer(
 ) -> HeadTrainer[Any]:
     """The trainer of a new head over the rows."""
     vocabulary = None
-    if settings.algorithm == "eagle3" and settings.draft_vocab_size < target.config.vocab_size:
+    if settings.algorithm != "eagle" and settings.draft_vocab_size < target.config.vocab_size:
         ends = sorted(tokenizer.eos_ids)
         vocabulary = draft_vocabulary(rows, settings.draft_vocab_size, ends)
     recipe = HeadRecipe(
@@ -305,6 +310,7 @@ def make_trainer(
         seed=settings.seed,
         compile=settings.compile,
         draft_vocab=vocabulary,
+        steps=DEPTHS if settings.algorithm == "parallel" else HeadRecipe.steps,
     )
     widths = (*(w for w in WIDTHS if w < settings.max_length), settings.max_length)
     stream = RowStream(rows, settings.seed, settings.batch_tokens, pad=0, widths=widths)
@@ -315,6 +321,10 @@ def make_trainer(
         budget = Budget(tokens=round(settings.epochs * sum(len(ids) for ids, _ in rows)))
     if settings.algorithm == "eagle":
         return HeadTrainer(target, new_eagle(target, recipe), stream, recipe, budget, cache)
+    if settings.algorithm == "parallel":
+        # The last id is a rare token's, if any's; what stands beside it tells a mask from one.
+        head = new_parallel(target, recipe, target.config.vocab_size - 1)
+        return ParallelTrainer(target, head, stream, recipe, budget, cache)
     return HeadTrainer(target, new_head(target, recipe), stream, recipe, budget, cache)
 
 

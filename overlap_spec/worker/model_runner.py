@@ -85,8 +85,10 @@ class ModelRunner(nn.Module):
     def stops_drafts(self) -> bool:
         """Whether drafts can be stopped between two steps: of a built drafter's chains, where a
         step's confidences are read without waiting."""
-        built = self.reads_states and self.recorded_drafter and not self.checked
-        return self.device.type == "cpu" and built
+        drafter = self.drafter
+        if self.device.type != "cpu" or not isinstance(drafter, TreeDrafter):
+            return False
+        return drafter.stepwise and drafter.recorded and not self.checked
 
     def release(self) -> None:
         """Let go of weights, caches and tables, for who keeps a closed engine."""

@@ -46,6 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
     shape = {"hidden_size": 16, "num_hidden_layers": 2}
     checkpoints.write_target(folder / "small", seed=5, **shape)
     write(folder / "layers", LAYOUTS["EAGLE-3, three layers"])
+    write(folder / "parallel", LAYOUTS["P-EAGLE, ptd_token_id"])
     kept = [n for n in range(260) if n < 128 or n % 2 == 0]
     renumber(tiny["model"], folder / "other", kept[::-1], "unknown ")
     (folder / "tree.json").write_text("[0, 0, 0, 1, 1, 4, 2, 6, 6, 8]")
@@ -59,6 +60,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         # The same without some of its tokens, the others under other numbers.
         "draft_model of another vocabulary": str(folder / "other"),
         "mtp": str(write_module(folder / "mtp")),
+        "parallel": str(folder / "parallel"),
         "grammar": tiny["draft"],
         "ngram": tiny["draft"],
         "suffix": tiny["draft"],
@@ -77,6 +79,7 @@ KINDS = (
     "draft_model of the target",
     "draft_model of another vocabulary",
     "mtp",
+    "parallel",
     "ngram",
     "suffix",
     "slots",

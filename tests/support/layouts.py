@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from overlap_spec.models.eagle3 import SPECULATORS
 from tests.support.checkpoints import SHAPE
 from tests.support.plain_layers import Tensors, attention, block, linear, mlp, rms
 
@@ -56,6 +57,12 @@ class Layout:
     inner: int = INNER
     window: int | None = None
     shape: dict[str, Any] = field(default_factory=dict)
+    mask: tuple[int, ...] = ()
+
+    @property
+    def fusing(self) -> bool:
+        """Whether it is EAGLE-3's, or more than that."""
+        return self.algorithm != "eagle"
 
 
 IDS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
@@ -178,12 +185,40 @@ LAYOUTS: dict[str, Layout] = {
         inner=72,
         shape={"model_type": "llama4_text", "intermediate_size_mlp": 72},
     ),
+    "P-EAGLE, ptd_token_id": Layout(
+        "parallel",
+        {**EAGLE3, "parallel_drafting": True, "ptd_token_id": 5},
+        layer="layers.0",
+        layers=2,
+        mask=(1,),
+    ),
+    "P-EAGLE, pard_token, own embedding": Layout(
+        "parallel",
+        {"architectures": ["Eagle3LlamaForCausalLM"], "pard_token": 250, **INPUTS},
+        prefix="model.",
+        embedding=True,
+        maps=(),
+        vocabulary=VOCABULARY,
+        mask=(1,),
+    ),
+    "P-EAGLE of speculators": Layout(
+        "parallel",
+        {
+            "architectures": ["PEagleDraftModel"],
+            "norm_before_residual": False,
+            "mask_token_id": 7,
+            **INPUTS,
+        },
+        layer="layers.0",
+        layers=3,
+        mask=(1, 1),
+    ),
 }
 
 
 def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
     """Every tensor of a layout's file."""
-    eagle3, dim = layout.algorithm == "eagle3", layout.head_dim
+    eagle3, dim = layout.fusing, layout.head_dim
     width = HIDDEN * (len(layout.features) if eagle3 else 2)
     found: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, width)}
     if layout.bias:
@@ -192,6 +227,8 @@ def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
         found["embed_tokens.weight"] = (VOCABULARY, HIDDEN)
     if layout.input_norm:
         found["input_norm.weight"] = (width,)
+    if layout.mask:
+        found["mask_hidden"] = (*layout.mask, width)
     found |= {f"{name}.weight": (HIDDEN,) for name in layout.fc_norm}
     for number in range(layout.layers):
         first = eagle3 and not number
@@ -229,10 +266,12 @@ def write(folder: Path, layout: Layout) -> Tensors:
     weights: Tensors = {}
     for name, shape in shapes(layout).items():
         values = torch.randn(shape, generator=generator)
-        weights[name] = values / shape[1] ** 0.5 if len(shape) > 1 else 1 + 0.3 * values
+        weights[name] = values / shape[-1] ** 0.5 if len(shape) > 1 else 1 + 0.3 * values
+        if name == "mask_hidden":
+            weights[name] = values
         if name.endswith(".bias"):
             weights[name] = 0.3 * values
-    if layout.algorithm == "eagle3" and layout.maps:
+    if layout.fusing and layout.maps:
         ids = torch.randperm(VOCABULARY, generator=generator)[: layout.vocabulary].sort().values
         maps = {"d2t": ids - torch.arange(len(ids)), "t2d": torch.zeros(VOCABULARY).bool()}
         maps["t2d"][ids] = True
@@ -246,7 +285,7 @@ def write(folder: Path, layout: Layout) -> Tensors:
         **layout.shape,
     }
     hf = {"draft_vocab_size": layout.vocabulary, **layout.config}
-    if hf["architectures"][0] in ("Eagle3Speculator", "Eagle3DraftModel"):
+    if hf["architectures"][0] in SPECULATORS:
         hf["transformer_layer_config"] = shape
     else:
         hf |= shape
@@ -264,7 +303,7 @@ def oracle(
 ) -> Tensor:
     """The head's output at every token, ``features`` being of the position before."""
     dim = layout.head_dim
-    if layout.algorithm == "eagle3":
+    if layout.fusing:
         if layout.input_norm:
             features = rms(features, weights["input_norm.weight"])
         if layout.fc_norm:

@@ -88,6 +88,7 @@ def train(asked: HeadSettings, stop: int = -1) -> bytes:
             ({"own_answers": True}, (1, 5)),  # in the answers, and in the steps
             ({"cache_features": True}, (5, 32)),  # in the features, and in the steps
             ({"algorithm": "eagle"}, (1, 3)),
+            ({"algorithm": "parallel"}, (1, 3)),
         ],
         ({}, (1, 3)),
     ),
@@ -243,7 +244,7 @@ def test_every_answer_of_a_chat_is_learnt_and_only_answers(folder, tmp_path):
         ({"epochs": 0.0}, "epochs must be more than 0"),
         ({"max_length": 300}, "max_length must be from 16 to 256"),
         ({"draft_vocab_size": 0}, "draft_vocab_size must be"),
-        ({"algorithm": "medusa"}, "algorithm must be eagle or eagle3: 'medusa'"),
+        ({"algorithm": "medusa"}, "algorithm must be eagle, eagle3, parallel: 'medusa'"),
     ],
 )
 def test_wrong_settings_are_named(folder, tmp_path, changes, said):
