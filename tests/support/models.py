@@ -33,6 +33,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# A base so low that few positions turn all channels.
+SLOW = {"rope_type": "default", "rope_theta": 50.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-biased": (
@@ -136,6 +138,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
+CLASSES = {"GPT2": "GPT2LMHeadModel"}
+
+
+def architecture(family: str) -> str:
+    """Name of the class in `transformers`, and in ``config.json``."""
+    return CLASSES.get(family, f"{family}ForCausalLM")
 
 
 def reference(case: str, path: Path, shard: str = "5GB") -> Any:
@@ -145,7 +153,7 @@ def reference(case: str, path: Path, shard: str = "5GB") -> Any:
     config = getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**{**SMALL, **extra})
     config._attn_implementation = "eager"
     torch.manual_seed(3)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, architecture(family))(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)

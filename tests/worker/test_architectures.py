@@ -27,6 +27,7 @@ from overlap_spec.training.attention import CausalRows
 from overlap_spec.worker.graphs import TracedGraph
 from tests.support.checkpoints import write_tokenizer
 from tests.support.models import CASES, Cache, reference
+from tests.support.models import architecture as class_name
 from tests.support.tiers import few
 
 CPU = torch.device("cpu")
@@ -332,7 +333,7 @@ def test_the_page_lists_what_is_registered_and_how_it_is_tested() -> None:
             assert architecture in (PAGE.parents[1] / how).read_text()
             continue
         for case in how.split(", "):
-            assert f"{CASES[case][0]}ForCausalLM" == architecture
+            assert class_name(CASES[case][0]) == architecture
             tested.append(case)
     assert sorted(tested) == sorted(CASES)
 
