@@ -156,6 +156,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_multiplier": 0.2,
         },
     ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0, "rope_parameters": SLOW}),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            "pad_token_id": 0,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "rope_parameters": SLOW,
+        },
+    ),
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
