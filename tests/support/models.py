@@ -167,6 +167,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": SLOW,
         },
     ),
+    "glm4": ("Glm4", {"head_dim": 12, "pad_token_id": 0}),
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
