@@ -168,6 +168,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("Glm4", {"head_dim": 12, "pad_token_id": 0}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm-12b": (
+        "StableLm",
+        {"qk_layernorm": True, "use_parallel_residual": True},
+    ),
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
