@@ -173,6 +173,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "StableLm",
         {"qk_layernorm": True, "use_parallel_residual": True},
     ),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere-plus": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": False}),
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
