@@ -175,6 +175,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "cohere-plus": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": False}),
+    "starcoder2": ("Starcoder2", {"sliding_window": 6}),
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
