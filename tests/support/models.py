@@ -176,6 +176,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "cohere-plus": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": False}),
     "starcoder2": ("Starcoder2", {"sliding_window": 6}),
+    "falcon-7b": ("Falcon", {}),
+    "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon2": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-all-heads": (
+        "Falcon",
+        {"multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 96},
+    ),
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
