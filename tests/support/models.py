@@ -186,6 +186,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Falcon",
         {"multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 96},
     ),
+    "gpt2": ("GPT2", {}),
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
