@@ -58,6 +58,14 @@ def cases(tiny: dict[str, Any]) -> dict[str, list[Case]]:
             "ConfigError: threshold_single, threshold_acc and relaxed_topk need",
         )
     )
+    parts.append(
+        Case(
+            "models/lora.py",
+            chain,
+            ({"lora_modules": ["a=b"]}, {}),
+            "ConfigError: lora_modules needs overlap_spec/models/lora.py",
+        )
+    )
     drafters = [
         Case(
             f"drafters/{name}.py",

@@ -99,7 +99,7 @@ def places(module: nn.Module) -> dict[str, Place]:
     for name, tensor in module.state_dict().items():
         if tied(module) and name == "lm_head.weight":
             continue
-        for part, place in _parts(module, name, tensor):
+        for part, place in parts(module, name, tensor):
             if decoder is not None and decoder.config.unit_offset and part.endswith("norm.weight"):
                 place = place._replace(offset=1.0)
             if decoder is not None and part.startswith("layers.") and place.view.dim() == 2:
@@ -219,7 +219,7 @@ def _attention(module: nn.Module, name: str) -> Attention | None:
     return found
 
 
-def _parts(module: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Place]]:
+def parts(module: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Place]]:
     """Published names and places of parameter ``name`` of ``module``."""
     if expert := EXPERTS.fullmatch(name):
         return _expert_parts(module, expert[1], expert[2], tensor)
@@ -276,7 +276,7 @@ def _by_group(module: nn.Module, name: str) -> Tensor:
 
 def part_names(module: nn.Module, name: str, tensor: Tensor) -> list[str]:
     """Published names of parameter ``name`` of ``module``, without ``model.``."""
-    return [part for part, _ in _parts(module, name, tensor)]
+    return [part for part, _ in parts(module, name, tensor)]
 
 
 def _orders(module: nn.Module, name: str) -> list[Tensor] | None:

@@ -213,6 +213,15 @@ def reference(case: str, path: Path, shard: str = "5GB") -> Any:
     return model
 
 
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """The plain way: the whole text again for every token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
 class Cache:
     """The smallest owner of paged keys: `run` one rectangle of queries through the decoder."""
 

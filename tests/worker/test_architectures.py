@@ -27,7 +27,7 @@ from overlap_spec.models.weights import export_state, load_decoder
 from overlap_spec.training.attention import CausalRows
 from overlap_spec.worker.graphs import TracedGraph
 from tests.support.checkpoints import write_tokenizer
-from tests.support.models import CASES, Cache, reference
+from tests.support.models import CASES, Cache, greedy, reference
 from tests.support.models import architecture as class_name
 from tests.support.quantised import compressed
 from tests.support.tiers import few
@@ -56,15 +56,6 @@ def small(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     return model, tmp_path
 
 
-@torch.no_grad()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    """The plain way: the whole text again for every token."""
-    ids = list(prompt)
-    for _ in range(TOKENS):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 WAYS = [(name, True) for name in NEW] + [("gemma2-caps", False), ("gpt-oss", False)]
 
 
@@ -74,7 +65,7 @@ def test_greedy_text_is_that_of_transformers(small: tuple[Any, Path], graphs: bo
     model, folder = small
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 256, (n,), generator=draw).tolist() for n in LENGTHS]
-    want = [greedy(model, prompt) for prompt in prompts]
+    want = [greedy(model, prompt, TOKENS) for prompt in prompts]
     assert len({tuple(tokens) for tokens in want}) == len(want)
     shapes = {
         "plain": {"algorithm": "none"},
