@@ -19,7 +19,7 @@ from tests.support.tiers import few
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overlap_spec"
 # Architectures that others are versions of.
-FAMILIES = ("gemma2", "gemma3")
+FAMILIES = ("cohere", "gemma2", "gemma3", "glm")
 
 
 class Case(NamedTuple):

@@ -167,6 +167,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": SLOW,
         },
     ),
+    "glm": ("Glm", {"head_dim": 12, "pad_token_id": 0}),
     "glm4": ("Glm4", {"head_dim": 12, "pad_token_id": 0}),
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
     "stablelm-12b": (
@@ -175,6 +176,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "cohere-plus": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": False}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": SLOW,
+        },
+    ),
     "starcoder2": ("Starcoder2", {"sliding_window": 6}),
     "falcon-7b": ("Falcon", {}),
     "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),

@@ -40,6 +40,7 @@ SHARDED = [
     "qwen2-moe",
     "granite",
     "smollm3",
+    "glm",
     "glm4",
     "stablelm",
     "cohere-plus",
