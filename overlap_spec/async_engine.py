@@ -350,7 +350,7 @@ class AsyncEngine:
         if self._input_processor is None:
             tokenizer = Tokenizer(self.config.target_path, ready.vocab_size, self._chat_template)
             self._input_processor = InputProcessor(
-                tokenizer, ready.limits, self.config.additional_properties
+                tokenizer, ready.limits, self.config.additional_properties, self.config.adapters
             )
 
 

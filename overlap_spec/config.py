@@ -265,6 +265,14 @@ class EngineConfig:
             "with AVX2 (from 2013 on) and a C++ compiler; by default as the checkpoint has them."
         ),
     ] = None
+    lora_modules: Annotated[
+        tuple[str, ...],
+        Help(
+            "A LoRA adapter, as name=path to PEFT's folder; a request asks for it by its name as "
+            "the model.",
+            ("--lora-modules",),
+        ),
+    ] = ()
     device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"
     context_length: Annotated[
         int | None, Help("Longest prompt + output, in tokens; by default the checkpoint's.")
@@ -369,6 +377,7 @@ class EngineConfig:
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
         self._check_acceptance()
+        self._check_adapters()
         least = {
             "num_steps": 0,
             "eagle_topk": 1,
@@ -431,6 +440,21 @@ class EngineConfig:
         if self.drafter == "none":
             raise ConfigError("tree: nothing is drafted without a drafter; set algorithm or draft")
 
+    def _check_adapters(self) -> None:
+        names = [module.partition("=")[0] for module in self.lora_modules]
+        for module, name in zip(self.lora_modules, names, strict=True):
+            if not all(module.partition("=")) or not name.isprintable() or name != name.strip():
+                raise ConfigError(f"lora_modules must be name=path: {module!r}")
+            if names.count(name) > 1:
+                raise ConfigError(f"lora_modules: {name!r} is named twice")
+        if names and not (Path(__file__).parent / "models" / "lora.py").exists():
+            raise ConfigError(
+                "lora_modules needs overlap_spec/models/lora.py, which is not there: leave it out, "
+                "or install overlap-spec again"
+            )
+        if names and self.tensor_parallel_size > 1:
+            raise ConfigError("lora_modules: adapters are not cut: set tensor_parallel_size to 1")
+
     def _check_acceptance(self) -> None:
         for name in ("threshold_single", "threshold_acc"):
             value = getattr(self, name)
@@ -460,6 +484,12 @@ class EngineConfig:
     def target_path(self) -> Path:
         """Folder of the target; CheckpointError as :func:`overlap_spec.hub.find_folder` has it."""
         return find_folder(self.model) if self.model is not None else EMBEDDED / "target"
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """Folders of the adapters by their names."""
+        pairs = (module.partition("=") for module in self.lora_modules)
+        return {name: Path(path) for name, _, path in pairs}
 
     @property
     def drafter(self) -> str:

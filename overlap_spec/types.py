@@ -222,7 +222,8 @@ class Request:
     ``grammar`` is the caller's specification (None: free text), opaque to all but the grammar
     room; ``stop_ids`` are all tokens that end the output. Of those that wait, the higher
     ``priority`` starts first; ``holder`` is who asks, and holders take turns. Computed pages are
-    shared among requests of one ``cache_salt`` alone. ``banned``: sequences of tokens that the
+    shared among requests of one ``cache_salt`` alone. ``lora``: name of the target's adapter; empty
+    is none. ``banned``: sequences of tokens that the
     output may not have; ``warnings``: what the caller asked for and nothing heeds.
     """
 
@@ -236,9 +237,15 @@ class Request:
     arrival_ns: int
     priority: int = 0
     cache_salt: str = ""
+    lora: str = ""
     banned: tuple[tuple[int, ...], ...] = ()
     warnings: tuple[str, ...] = ()
     holder: str = ""
+
+    @property
+    def page_salt(self) -> str:
+        """Computed pages are shared among requests of which this is the same."""
+        return f"\0{self.lora}\0{self.cache_salt}" if self.lora else self.cache_salt
 
 
 @dataclass(frozen=True)

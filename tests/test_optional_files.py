@@ -19,7 +19,7 @@ from tests.support.tiers import few
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overlap_spec"
 # Architectures that others are versions of.
-FAMILIES = ("gemma2", "gemma3")
+FAMILIES = ("cohere", "gemma2", "gemma3", "glm")
 
 
 class Case(NamedTuple):
@@ -56,6 +56,14 @@ def cases(tiny: dict[str, Any]) -> dict[str, list[Case]]:
             chain,
             ({"relaxed_topk": 2}, {}),
             "ConfigError: threshold_single, threshold_acc and relaxed_topk need",
+        )
+    )
+    parts.append(
+        Case(
+            "models/lora.py",
+            chain,
+            ({"lora_modules": ["a=b"]}, {}),
+            "ConfigError: lora_modules needs overlap_spec/models/lora.py",
         )
     )
     drafters = [

@@ -59,6 +59,7 @@ ENGINE_FLAGS = {
     "chunked_prefill_size": BATCH,
 }
 SERVING_ENGINE_FLAGS = {
+    "lora_modules": MODEL,
     "max_total_tokens": BATCH,
     "memory_limit_bytes": BATCH,
     "grammar_cache_bytes": GRAMMAR,
@@ -120,7 +121,8 @@ def with_flags(settings: Any, flags: Mapping[str, str]) -> Callable[[Command], C
     for name, panel in flags.items():
         kind, default, own, text = types[name], defaults[name], about[name].flags, about[name].text
         if kind == tuple[str, ...]:
-            kind, default, own = list[str], [], (f"--{one_of(name).replace('_', '-')}",)
+            kind, default = list[str], []
+            own = own or (f"--{one_of(name).replace('_', '-')}",)
             text += " Repeat it."
         elif name == "whitespace":
             kind = str

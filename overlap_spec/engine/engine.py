@@ -69,7 +69,7 @@ class Engine:
         self.context_length = self.core.worker.traits.context_length
         limits = Limits(self.context_length, self.core.scheduler.longest)
         self.input_processor = InputProcessor(
-            self.tokenizer, limits, self.config.additional_properties
+            self.tokenizer, limits, self.config.additional_properties, self.config.adapters
         )
         self._own_process = OwnProcess()
         self.sequences = SequenceMaker(

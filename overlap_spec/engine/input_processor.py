@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict, Unpack, cast
 
@@ -35,6 +35,7 @@ MOST_PATTERNS, MOST_WORDS = 8, 1024
 MOST_TOLD, LONGEST_TOLD = 4, 64
 # Names that others have for arguments → ours.
 ELSEWHERE = {
+    "lora_request": "lora",
     "max_new_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
     "stop_sequences": "stop",
@@ -57,7 +58,7 @@ class PromptOptions(TypedDict, total=False):
     ``raw``: use a text prompt as it is, without the chat template. ``tools``: tool definitions for
     the chat template, or plain functions. ``priority``: waiting requests with a higher one start
     first. ``rendering``: how a chat is rendered. ``cache_salt``: computed pages are shared only
-    with requests of the same salt.
+    with requests of the same salt. ``lora``: name of an adapter, of those in ``lora_modules``.
     """
 
     raw: bool
@@ -65,6 +66,7 @@ class PromptOptions(TypedDict, total=False):
     priority: int
     rendering: Rendering
     cache_salt: str
+    lora: str | None
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -115,12 +117,20 @@ class Limits:
 
 
 class InputProcessor:
-    """Checks and tokenises the requests of one model."""
+    """Checks and tokenises the requests of one model.
+
+    Args:
+        adapters: Names of the target's adapters.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: Limits, additional_properties: str = "closed"
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        additional_properties: str = "closed",
+        adapters: Collection[str] = (),
     ) -> None:
-        self.tokenizer, self.limits = tokenizer, limits
+        self.tokenizer, self.limits, self._adapters = tokenizer, limits, adapters
         self._additional_properties = additional_properties
         self._longest = max(map(len, tokenizer.vocabulary.text))
         self._most_characters = limits.context_tokens * self._longest
@@ -171,6 +181,7 @@ class InputProcessor:
             arrival_ns=arrival_ns,
             priority=options.get("priority", 0),
             cache_salt=options.get("cache_salt", ""),
+            lora=self._adapter(options.get("lora")),
             banned=self._banned(params.bad_words),
             warnings=_unread(self.tokenizer.unread(rendering.variables)),
         )
@@ -215,6 +226,12 @@ class InputProcessor:
                 self._check_token("prompt", cast("int", token))
             return [cast("int", token) for token in prompt]
         return self.tokenizer.chat(template_messages(prompt), tools, rendering)
+
+    def _adapter(self, name: str | None) -> str:
+        if name is not None and name not in self._adapters:
+            known = ", ".join(self._adapters) or "none"
+            raise InvalidRequest(f"lora: there is no adapter {name!r}; there is {known}", "lora")
+        return name or ""
 
     def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
         """Most output tokens of a request; InvalidRequest if they do not fit."""

@@ -67,7 +67,7 @@ class SequenceMaker:
             trie = self._output_tries.of(grammar) if self._tries else None
             sequence.maps = compiled.states, trie
             if compiled.states is not None:
-                told = self._tokenizer.vocabulary.text, self._inside, request.cache_salt
+                told = self._tokenizer.vocabulary.text, self._inside, request.page_salt
                 sequence.guide = Guide(compiled.states, *told)
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms

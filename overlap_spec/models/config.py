@@ -31,8 +31,19 @@ MOST = {
     "decoder_sparse_step": 2**12,
     "sliding_window": 2**27,
     "sliding_window_pattern": 2**12,
+    "shared_expert_intermediate_size": 2**20,
+    "no_rope_layer_interval": 2**12,
+    "num_kv_heads": 2**12,
+    "ffn_hidden_size": 2**20,
+    "n_embd": 2**17,
+    "n_inner": 2**20,
+    "n_layer": 2**12,
+    "n_head": 2**12,
+    "n_positions": 2**27,
 }
+# Of an MLP with gates, and of one without.
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+PLAIN_ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh")
 HIGHEST_THETA = 1e18
 
 
@@ -42,11 +53,14 @@ class RopeConfig:
 
     Attributes:
         theta: Base of the frequencies.
-        kind: ``default``, ``linear``, ``dynamic``, ``yarn``, ``llama3`` or ``longrope``.
+        kind: ``default``, ``linear``, ``dynamic``, ``yarn``, ``llama3`` or ``longrope``; ``none``:
+            nothing turns.
         scaling: The rule's own parameters, sorted by name.
         share: Of a head's channels those that turn, the first ones.
         factors: LongRoPE's two lists, one number a pair of channels: within the original context,
             and beyond it.
+        interleaved: A pair that turns is two channels side by side in the file, not one of each
+            half.
     """
 
     theta: float = 10000.0
@@ -54,6 +68,10 @@ class RopeConfig:
     scaling: tuple[tuple[str, float], ...] = ()
     share: float = 1.0
     factors: tuple[tuple[float, ...], ...] = ()
+    interleaved: bool = False
+
+
+NO_ROPE = RopeConfig(kind="none")
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,8 @@ class ExpertsConfig:
         normalised: The chosen ones' shares add up to 1.
         limit: None: SwiGLU, with one matrix an expert in the file. A number: GPT-OSS's experts,
             with biases, and inputs of the activation clamped to it.
+        shared_size: Intermediate size of an expert beside them that every token is sent to, by a
+            gate of its own; 0: there is none.
     """
 
     count: int
@@ -75,6 +95,33 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     normalised: bool = True
     limit: float | None = None
+    shared_size: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a file holds the weights, where it is not as Llama's does.
+
+    Attributes:
+        names: Parts of names between dots: as they are called here, and as in the file.
+        fused: Of ``qkv_proj`` and ``gate_up_proj`` those that the file holds whole.
+        grouped: The rows of ``qkv_proj`` lie by heads of keys: the queries of each, it, its values.
+        transposed: The matrices of layers lie as ``(inputs, outputs)``.
+        norms_apart: Norms of heads are a tensor each.
+        ignored: Ends of names that stand for no weight.
+    """
+
+    names: tuple[tuple[str, str], ...] = ()
+    fused: tuple[str, ...] = ()
+    grouped: bool = False
+    transposed: bool = False
+    norms_apart: bool = False
+    ignored: tuple[str, ...] = ()
+
+    def in_file(self, name: str) -> str:
+        """A tensor's name in the file."""
+        names = dict(self.names)
+        return ".".join(names.get(part, part) for part in name.split("."))
 
 
 @dataclass(frozen=True)
@@ -82,17 +129,31 @@ class ModelConfig:
     """Shape of a Llama-family decoder. Sizes in elements, ``max_position`` in tokens.
 
     Attributes:
+        rms_norm_eps: Of all norms.
+        norm: ``rms``, or ``layer`` (arXiv 1607.06450), with biases if ``norm_bias``.
+        qk_norm: Each query's and key's head is normed: with ``rms`` all by one weight, with
+            ``layer`` each by its own.
+        joint_qk_norm: All heads of queries are normed as one, and all heads of keys.
         sliding_windows: One entry a layer: the number of last positions (the token itself
             included) that the layer attends to, or None for all.
-        local_rope: Rotation of the layers with a window, if it is another.
+        local_rope: Rotation of some layers, if it is another.
+        local_layers: One entry a layer: whether it rotates by ``local_rope``; empty: those with a
+            window do.
+        learned_positions: Rows of a table of vectors that are added to the embeddings, one a
+            position; 0: there is none.
         activation: Of the MLP, by its name in ``config.json``.
-        embed_scale: What embeddings are multiplied by.
+        gated: The MLP's activation is multiplied with a second product.
+        embed_scale, residual_scale, logit_scale: What embeddings, what attention and MLP add to the
+            stream, and logits are multiplied by.
         query_scale: Factor of the attention's products; None: ``head_dim ** -0.5``.
         score_cap, logit_cap: Soft caps c of attention scores and logits x: ``c * tanh(x / c)``.
         sinks: Each head has a sink, as :class:`overlap_spec.kernels.Scoring` says.
         unit_offset: The file's norm weights are the factors less 1.
         sandwich_norms: What attention and MLP add to the stream is normed, too.
-        fused_in_file: The file holds ``qkv_proj`` and ``gate_up_proj`` whole.
+        pre_norms: What attention and MLP read is normed.
+        parallel_norms: Attention and MLP read the same stream, by one norm or by two; 0: the MLP
+            reads what the attention made of it.
+        layout: How the file holds the weights.
         experts: None: every layer has one MLP.
         beside_vision: The file holds a vision tower, too, and the text model under a name.
         shard: The part that this process holds. All other fields are of the whole model.
@@ -113,18 +174,28 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    norm: str = "rms"
+    norm_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     local_rope: RopeConfig | None = None
+    local_layers: tuple[bool, ...] = ()
+    learned_positions: int = 0
     activation: str = "silu"
+    gated: bool = True
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     query_scale: float | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
     sinks: bool = False
     unit_offset: bool = False
     sandwich_norms: bool = False
-    fused_in_file: bool = False
+    pre_norms: bool = True
+    parallel_norms: int = 0
+    layout: Layout = Layout()
     experts: ExpertsConfig | None = None
     beside_vision: bool = False
     shard: Shard = WHOLE
@@ -156,6 +227,7 @@ class ModelConfig:
         }
         if self.experts is not None:
             sizes["moe_intermediate_size"] = self.experts.intermediate_size
+            sizes["shared_expert_intermediate_size"] = self.experts.shared_size
             if all(self.experts.layers):
                 del sizes["intermediate_size"]
         for name, count in sizes.items():
@@ -163,6 +235,11 @@ class ModelConfig:
                 raise ConfigError(
                     f"tensor_parallel_size {size} does not divide the model's {name}, {count}"
                 )
+        if size > 1 and (self.joint_qk_norm or self.layout.norms_apart):
+            raise ConfigError(
+                f"tensor_parallel_size {size}: {self.architecture}'s norms of queries and keys "
+                "cannot be cut: leave it out"
+            )
         if max(size, self.num_kv_heads) % min(size, self.num_kv_heads):
             raise ConfigError(
                 f"tensor_parallel_size {size} neither divides the model's num_key_value_heads, "
@@ -172,6 +249,12 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Sliding window of ``layer`` in tokens, or None."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def turns_locally(self, layer: int) -> bool:
+        """Whether ``layer`` rotates by :attr:`local_rope`."""
+        if self.local_rope is None:
+            return False
+        return self.local_layers[layer] if self.local_layers else self.window(layer) is not None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -292,9 +375,10 @@ def layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
 def llama_family(hf: Mapping[str, Any], **differences: Any) -> ModelConfig:
     """The ModelConfig that the architectures share; ``differences`` name where one departs."""
     activation = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
-    if activation not in ACTIVATIONS:
+    known = ACTIVATIONS if differences.get("gated", True) else PLAIN_ACTIVATIONS
+    if activation not in known:
         raise CheckpointError(
-            f"config.json: hidden_act must be one of {', '.join(ACTIVATIONS)}: {activation!r}"
+            f"config.json: hidden_act must be one of {', '.join(known)}: {activation!r}"
         )
     heads, hidden = whole(hf, "num_attention_heads"), whole(hf, "hidden_size")
     shared = whole(hf, "num_key_value_heads", heads)

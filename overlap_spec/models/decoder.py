@@ -7,11 +7,13 @@ values: on a GPU the rotation and the store are one kernel.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from overlap_spec.kernels import (
     Scoring,
@@ -77,6 +79,72 @@ class RMSNorm(nn.Module):
         return add_rms_norm(delta, x, self.weight, self.eps)
 
 
+class LayerNorm(nn.Module):
+    """Norm by mean and variance (arXiv 1607.06450) over the last dimension."""
+
+    def __init__(self, size: int, eps: float, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of ``x + delta``, and that sum."""
+        total = x + delta
+        return self(total), total
+
+
+class NoNorm(nn.Module):
+    """In the place of a norm that a layer does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """``x + delta``, twice."""
+        total = x + delta
+        return total, total
+
+
+def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """A norm of the stream."""
+    if config.norm == "layer":
+        return LayerNorm(config.hidden_size, config.rms_norm_eps, config.norm_bias)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class EachHeadNorm(nn.Module):
+    """Norm by mean and variance over each head, by weights of its own, ``(heads, D)``."""
+
+    def __init__(self, heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, head_dim))
+        self.eps = eps
+
+    def forward(self, qk: Tensor) -> Tensor:
+        """``(T, heads, D)`` of queries and keys → the same."""
+        wide = F.layer_norm(qk.float(), qk.shape[-1:], None, None, self.eps)
+        return (wide * self.weight).to(qk.dtype)
+
+
+class JointHeadsNorm(nn.Module):
+    """Root-mean-square norm over all heads of queries at once, and over all heads of keys."""
+
+    def __init__(self, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads + kv_heads, head_dim))
+        self.parts, self.eps = (heads, kv_heads), eps
+
+    def forward(self, qk: Tensor) -> Tensor:
+        """``(T, heads + kv_heads, D)`` → the same."""
+        both = zip(qk.split(self.parts, 1), self.weight.split(self.parts), strict=True)
+        normed = [rms_norm(x.flatten(1), weight.flatten(), self.eps) for x, weight in both]
+        return torch.cat(normed, 1).view_as(qk)
+
+
 class Attention(nn.Module):
     """Query, key and value in one product; the caller's attention; output product.
 
@@ -93,13 +161,16 @@ class Attention(nn.Module):
         total = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv_proj = nn.Linear(input_size, total, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.o_bias)
-        if config.qk_norm:
+        self.qk_norm: nn.Module | None = None
+        rows, eps = self.heads + self.kv_heads, config.rms_norm_eps
+        if config.joint_qk_norm:
+            self.qk_norm = JointHeadsNorm(self.heads, self.kv_heads, self.head_dim, eps)
+        elif config.qk_norm and config.norm == "layer":
+            self.qk_norm = EachHeadNorm(rows, self.head_dim, eps)
+        elif config.qk_norm:
             # One row a head, queries then keys, so that both are normed in one pass.
-            self.qk_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-            rows = self.heads + self.kv_heads
-            self.qk_norm.weight = nn.Parameter(torch.ones(rows, config.head_dim))
-        else:
-            self.register_module("qk_norm", None)
+            self.qk_norm = RMSNorm(self.head_dim, eps)
+            self.qk_norm.weight = nn.Parameter(torch.ones(rows, self.head_dim))
         self.sinks: nn.Parameter | None = None
         if config.sinks:
             self.sinks = nn.Parameter(torch.zeros(self.heads))
@@ -109,7 +180,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        norm = None if self.qk_norm is None else (self.qk_norm.weight, self.qk_norm.eps)
+        norm = None
+        if isinstance(self.qk_norm, RMSNorm):
+            norm = self.qk_norm.weight, self.qk_norm.eps
+        elif self.qk_norm is not None:
+            qk, v = qkv.split([qkv.shape[1] - self.kv_heads, self.kv_heads], 1)
+            qkv = torch.cat([self.qk_norm(qk), v], 1)
         scoring = Scoring(self.scale, self.soft_cap, self.sinks)
         heads = Heads(qkv, rotary, self.kv_heads, norm, scoring)
         out: Tensor = self.o_proj(attend(layer, heads))
@@ -131,6 +207,33 @@ class MLP(nn.Module):
         return out
 
 
+class PlainMLP(nn.Module):
+    """An activation between two products."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        own = config.shard.part(config.intermediate_size)
+        self.up_proj = nn.Linear(config.hidden_size, own, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(own, config.hidden_size, bias=config.mlp_bias)
+        approximate = "none" if config.activation == "gelu" else "tanh"
+        self.activate = partial(F.gelu, approximate=approximate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.activate(self.up_proj(x)))
+        return out
+
+
+def make_mlp(config: ModelConfig, number: int) -> nn.Module:
+    """The MLP or the experts of layer ``number``."""
+    experts = config.experts
+    if experts is None or not experts.layers[number]:
+        return MLP(config) if config.gated else PlainMLP(config)
+    shared = None
+    if experts.shared_size:
+        shared = MLP(replace(config, intermediate_size=experts.shared_size))
+    return Experts(config.hidden_size, experts, config.shard, shared)
+
+
 class Layer(nn.Module):
     """Pre-norm attention and MLP, each with its residual.
 
@@ -139,32 +242,50 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig, number: int = 0) -> None:
         super().__init__()
-        size, eps, experts = config.hidden_size, config.rms_norm_eps, config.experts
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = Attention(config, size)
-        self.post_attention_layernorm = RMSNorm(size, eps)
-        here = experts if experts is not None and experts.layers[number] else None
-        self.mlp = MLP(config) if here is None else Experts(size, here, config.shard)
+        self.input_layernorm = make_norm(config) if config.pre_norms else NoNorm()
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = make_norm(config)
+        self.mlp = make_mlp(config, number)
+        self.residual_scale = config.residual_scale
 
     def forward(
         self, x: Tensor, normed: Tensor, rotary: Tensor, attend: Attend, layer: int
     ) -> tuple[Tensor, Tensor]:
         """The stream ``x`` after the attention, and what the MLP adds to it; ``normed``: of
         ``x`` by ``input_layernorm``."""
-        normed, x = self.post_attention_layernorm.add(
-            x, self.self_attn(normed, rotary, attend, layer)
-        )
-        return x, self.mlp(normed)
+        attended = self.scaled(self.self_attn(normed, rotary, attend, layer))
+        normed, x = self.post_attention_layernorm.add(x, attended)
+        return x, self.scaled(self.mlp(normed))
+
+    def scaled(self, delta: Tensor) -> Tensor:
+        """What is added to the stream, as it is added."""
+        return delta if self.residual_scale == 1.0 else delta * self.residual_scale
 
 
-class SandwichLayer(Layer):
-    """A layer that also norms what attention and MLP add; the norms are named as published."""
+class ParallelLayer(Layer):
+    """A layer whose MLP reads the same stream as its attention, by the same norm or its own."""
 
     def __init__(self, config: ModelConfig, number: int = 0) -> None:
         super().__init__(config, number)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.pre_feedforward_layernorm = RMSNorm(size, eps)
-        self.post_feedforward_layernorm = RMSNorm(size, eps)
+        if config.parallel_norms == 1:
+            del self.post_attention_layernorm
+        self.norms = config.parallel_norms
+
+    def forward(
+        self, x: Tensor, normed: Tensor, rotary: Tensor, attend: Attend, layer: int
+    ) -> tuple[Tensor, Tensor]:
+        own = normed if self.norms == 1 else self.post_attention_layernorm(x)
+        return x + self.self_attn(normed, rotary, attend, layer), self.mlp(own)
+
+
+class SandwichLayer(Layer):
+    """A layer that norms what attention and MLP add, and in most models what they read, too; the
+    norms are named as Gemma's."""
+
+    def __init__(self, config: ModelConfig, number: int = 0) -> None:
+        super().__init__(config, number)
+        self.pre_feedforward_layernorm = make_norm(config) if config.pre_norms else NoNorm()
+        self.post_feedforward_layernorm = make_norm(config)
 
     def forward(
         self, x: Tensor, normed: Tensor, rotary: Tensor, attend: Attend, layer: int
@@ -188,7 +309,8 @@ def embedding(rows: int, width: int) -> nn.Embedding:
 class Decoder(nn.Module):
     """Embedding, layers, final norm and head of a Llama-family model.
 
-    ``local_rope`` exists where layers with a window rotate otherwise.
+    ``local_rope`` exists where some layers rotate otherwise, ``embed_positions`` where positions
+    are learned.
 
     Attributes:
         collectives: Of the ranks that hold its parts (:mod:`overlap_spec.models.parallel`); None:
@@ -204,9 +326,15 @@ class Decoder(nn.Module):
         self.collectives: Any = None
         rows = config.shard.padded_part(config.vocab_size)
         self.embed_tokens = embedding(rows, config.hidden_size)
+        if config.learned_positions:
+            # Not a module: embeddings may be rounded to 8 bits.
+            table = torch.empty(config.learned_positions, config.hidden_size)
+            self.embed_positions = nn.Parameter(table)
         kind = SandwichLayer if config.sandwich_norms else Layer
+        if config.parallel_norms:
+            kind = ParallelLayer
         self.layers = nn.ModuleList(kind(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = make_norm(config)
         self.lm_head = nn.Linear(config.hidden_size, rows, bias=False)
         self.tie()
         self.make_ropes(self.norm.weight.device)
@@ -261,6 +389,8 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens)
         if self.config.embed_scale != 1.0:
             x = x * rounded(self.config.embed_scale, x.dtype)
+        if self.config.learned_positions:
+            x = x + self.embed_positions[positions]
         rotary = self.rope[positions].to(x.dtype)
         local = rotary
         if self.config.local_rope is not None:
@@ -268,7 +398,7 @@ class Decoder(nn.Module):
         norms: list[Any] = [*(layer.input_layernorm for layer in self.layers), self.norm]
         normed, kept = norms[0](x), {0: x}
         for index, layer in enumerate(self.layers):
-            turned = rotary if self.config.window(index) is None else local
+            turned = local if self.config.turns_locally(index) else rotary
             x, delta = layer(x, normed, turned, attend, index)
             normed, x = norms[index + 1].add(x, delta)
             if index + 1 in feature_layers:
@@ -280,5 +410,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """``(T, hidden)`` → ``(T, vocab_size)``."""
         logits: Tensor = self.lm_head(hidden)
+        if self.config.logit_scale != 1.0:
+            logits = logits * self.config.logit_scale
         cap = self.config.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap

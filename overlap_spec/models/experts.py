@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from overlap_spec.kernels import mix_experts
 from overlap_spec.models.config import ExpertsConfig
@@ -42,9 +43,19 @@ class ExpertWeights(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts (arXiv 1701.06538): shares by a softmax of the router's scores."""
+    """A mixture of experts (arXiv 1701.06538): shares by a softmax of the router's scores.
 
-    def __init__(self, hidden: int, config: ExpertsConfig, shard: Shard = WHOLE) -> None:
+    Args:
+        shared: An expert that every token is sent to, by a gate of its own.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        config: ExpertsConfig,
+        shard: Shard = WHOLE,
+        shared: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.shard = config, shard
         # Named as published.
@@ -54,6 +65,9 @@ class Experts(nn.Module):
         else:
             self.router = router
         self.experts = ExpertWeights(hidden, config, shard)
+        self.shared_expert = shared
+        if shared is not None:
+            self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token and their shares: ``(T, H)`` → int64 and ``(T, per_token)``."""
@@ -69,4 +83,7 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(T, H)`` → ``(T, H)``."""
         mixed: Tensor = self.experts.mix(x, *self.route(x), self.config.limit)
-        return mixed
+        if self.shared_expert is None:
+            return mixed
+        shared: Tensor = F.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return mixed + shared

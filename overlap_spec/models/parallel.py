@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.models.decoder import MLP, Attention, Decoder
+from overlap_spec.models.decoder import MLP, Attention, Decoder, PlainMLP
 from overlap_spec.models.eagle3 import Eagle3Head
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.shard import Shard
@@ -124,5 +124,5 @@ def _join_layer(layer: Any, collectives: Collectives) -> None:
             bias.data.zero_()
         layer.add_module("mlp", Summed(mlp, collectives))
     else:
-        assert isinstance(mlp, MLP)
+        assert isinstance(mlp, MLP | PlainMLP)
         mlp.add_module("down_proj", Summed(mlp.down_proj, collectives))

@@ -13,9 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.models.config import ModelConfig
+from overlap_spec.models.config import Layout, ModelConfig
 from overlap_spec.models.cuts import Cut, behind_each_other, columns, rows
-from overlap_spec.models.decoder import Attention, Decoder
+from overlap_spec.models.decoder import (
+    Attention,
+    Decoder,
+    JointHeadsNorm,
+    RMSNorm,
+)
 from overlap_spec.models.eagle3 import Eagle3Head
 from overlap_spec.models.experts import Experts
 
@@ -24,8 +29,6 @@ PARTS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "qk_norm": ("q_norm", "k_norm"),
 }
-# Parts that a file may hold as one.
-FUSED = ("qkv_proj", "gate_up_proj")
 EXPERTS = re.compile(r"(.+\.mlp)\.experts\.(gate_up_proj|down_proj)")
 # What a published name calls a part of an expert, or of all of them.
 EXPERTS_PART = re.compile(r"\.mlp\.experts\.(?:\d+\.)?(.+)$")
@@ -37,29 +40,36 @@ class Place(NamedTuple):
     Attributes:
         view: What it fills: a parameter, or a part of one.
         rows: The file's rows in the order in which they are kept; None: as they are.
+        dim: What is rows here.
         offset: What is added to the file's numbers.
         repeated: Every row of ``view`` is the tensor.
         cut: What is read of the file's tensor, of which this process holds a part; None: all.
+        transposed: The file holds the matrix the other way round.
     """
 
     view: Tensor
     rows: Tensor | None = None
+    dim: int = 0
     offset: float = 0.0
     repeated: bool = False
     cut: Cut | None = None
+    transposed: bool = False
 
     @property
     def shape(self) -> torch.Size:
         """Shape of the tensor in the file."""
         own = self.view.shape[1:] if self.repeated else self.view.shape
-        return own if self.cut is None else self.cut.whole(own)
+        whole = own if self.cut is None else self.cut.whole(own)
+        return torch.Size(reversed(whole)) if self.transposed else whole
 
     def fill(self, tensor: Tensor) -> None:
         """Copy the file's tensor to its place."""
+        if self.transposed:
+            tensor = tensor.t()
         if self.cut is not None:
             tensor = self.cut.of(tensor)
         if self.rows is not None:
-            tensor = tensor[self.rows]
+            tensor = tensor.index_select(self.dim, self.rows)
         # Before it is rounded to the parameter's type.
         self.view.copy_(tensor.float() + self.offset if self.offset else tensor)
 
@@ -68,9 +78,9 @@ class Place(NamedTuple):
         assert self.cut is None
         kept = (self.view[0] if self.repeated else self.view).detach()
         kept = kept - self.offset if self.offset else kept.clone()
-        if self.rows is None:
-            return kept
-        return torch.empty_like(kept).index_copy_(0, self.rows.to(kept.device), kept)
+        if self.rows is not None:
+            kept = torch.empty_like(kept).index_copy_(self.dim, self.rows.to(kept.device), kept)
+        return kept.t() if self.transposed else kept
 
 
 def tied(module: nn.Module) -> bool:
@@ -81,7 +91,7 @@ def tied(module: nn.Module) -> bool:
 def places(module: nn.Module) -> dict[str, Place]:
     """The place of every tensor that a file of ``module`` must hold, by its first published name.
 
-    All of a decoder's but the head live under ``model.``.
+    All of a decoder's but the head live under ``model.``, or what its layout calls so.
     """
     found: dict[str, Place] = {}
     decoder = module if isinstance(module, Decoder) else None
@@ -89,14 +99,20 @@ def places(module: nn.Module) -> dict[str, Place]:
     for name, tensor in module.state_dict().items():
         if tied(module) and name == "lm_head.weight":
             continue
-        for part, place in _parts(module, name, tensor):
+        for part, place in parts(module, name, tensor):
             if decoder is not None and decoder.config.unit_offset and part.endswith("norm.weight"):
                 place = place._replace(offset=1.0)
+            if decoder is not None and part.startswith("layers.") and place.view.dim() == 2:
+                place = place._replace(transposed=decoder.config.layout.transposed)
             if config is not None and config.shard.size > 1:
                 place = _cut(config, vocabularies, part, place)
-            outside = decoder is None or part.startswith("lm_head.")
-            found[part if outside else f"model.{part}"] = place
+            found[part if decoder is None else file_name(decoder.config, part)] = place
     return found
+
+
+def file_name(config: ModelConfig, part: str) -> str:
+    """What a decoder's file calls the tensor that is ``part`` in the decoder."""
+    return config.layout.in_file(part if part.startswith("lm_head.") else f"model.{part}")
 
 
 def _cuttable(module: nn.Module) -> tuple[ModelConfig | None, dict[str, int]]:
@@ -124,12 +140,18 @@ def _cut(config: ModelConfig, vocabularies: Mapping[str, int], name: str, place:
     queries = rows(shard.run(heads), heads, width)
     keys = rows(shard.run(kv_heads), kv_heads, width)
     inner = config.intermediate_size
+    if config.experts is not None and ".shared_expert." in name:
+        inner = config.experts.shared_size
     channels = rows(shard.run(inner), inner)
     cuts = {
         "q_proj": queries,
         "k_proj": keys,
         "v_proj": keys,
-        "qkv_proj": behind_each_other([queries, keys, keys]),
+        "q_norm": rows(shard.run(heads), heads),
+        "k_norm": rows(shard.run(kv_heads), kv_heads),
+        "qkv_proj": _groups_cut(config)
+        if config.layout.grouped
+        else behind_each_other([queries, keys, keys]),
         "gate_proj": channels,
         "up_proj": channels,
         "gate_up_proj": behind_each_other([channels, channels]),
@@ -140,8 +162,22 @@ def _cut(config: ModelConfig, vocabularies: Mapping[str, int], name: str, place:
     parts = name.split(".")
     layer = parts[-1] if parts[-1] == "sinks" else parts[-2:][0]
     summed = layer in ("o_proj", "down_proj")
-    # A sum's bias is whole: it is added once.
-    return place if summed and parts[-1] == "bias" else place._replace(cut=cuts.get(layer))
+    # A sum's bias is whole: it is added once. So is a norm that all heads share.
+    whole = place.repeated or (summed and parts[-1] == "bias")
+    return place if whole else place._replace(cut=cuts.get(layer))
+
+
+def _groups_cut(config: ModelConfig) -> Cut:
+    """Of rows that lie by heads of keys, what one rank has of its own."""
+    width, each = config.head_dim, config.num_heads // config.num_kv_heads
+    first, count = config.shard.run(config.num_kv_heads)
+    query, queries = config.shard.run(config.num_heads)
+    runs = []
+    for group in range(first, first + count):
+        start = group * (each + 2)
+        runs.append(((start + query - first * each) * width, queries // count * width))
+        runs.append(((start + each) * width, 2 * width))
+    return Cut(0, tuple(runs), config.num_kv_heads * (each + 2) * width)
 
 
 def _expert_cut(config: ModelConfig, kind: str) -> Cut | None:
@@ -183,7 +219,7 @@ def _attention(module: nn.Module, name: str) -> Attention | None:
     return found
 
 
-def _parts(module: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Place]]:
+def parts(module: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Place]]:
     """Published names and places of parameter ``name`` of ``module``."""
     if expert := EXPERTS.fullmatch(name):
         return _expert_parts(module, expert[1], expert[2], tensor)
@@ -191,23 +227,56 @@ def _parts(module: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Plac
     if fused is None:
         return [(name, Place(tensor))]
     orders = _orders(module, name)
-    whole = isinstance(module, Decoder) and module.config.fused_in_file
-    if whole and fused in FUSED:
-        rows = None if orders is None else _behind_each_other(orders)
-        return [(name, Place(tensor, rows))]
-    views = part_views(module, name, tensor)
-    return [
-        (
-            name.replace(fused, part),
-            Place(view, None if orders is None else orders[i], repeated=fused == "qk_norm"),
-        )
-        for i, (part, view) in enumerate(zip(PARTS[fused], views, strict=True))
-    ]
+    layout = module.config.layout if isinstance(module, Decoder) else Layout()
+    if fused in layout.fused:
+        order = None if orders is None else _behind_each_other(orders)
+        if fused == "qkv_proj" and layout.grouped:
+            by_group = _by_group(module, name)
+            order = by_group if order is None else by_group[order]
+        return [(name, Place(tensor, order))]
+    found: list[tuple[str, Place]] = []
+    for i, (part, view) in enumerate(
+        zip(PARTS[fused], part_views(module, name, tensor), strict=True)
+    ):
+        own, order = name.replace(fused, part), None if orders is None else orders[i]
+        if fused != "qk_norm":
+            found.append((own, Place(view, order)))
+        elif layout.norms_apart:
+            found += [
+                (own.replace(part, f"{part}.norms.{head}"), Place(weight, order))
+                for head, weight in enumerate(view)
+            ]
+        else:
+            norm = module.get_submodule(name.removesuffix(".weight"))
+            found.append((own, _norm_place(norm, view, order)))
+    return found
+
+
+def _norm_place(norm: nn.Module, weight: Tensor, order: Tensor | None) -> Place:
+    """Place of what norms the heads of queries or of keys: ``weight (heads, D)``."""
+    if isinstance(norm, JointHeadsNorm):
+        assert order is None
+        return Place(weight.flatten())
+    if isinstance(norm, RMSNorm):
+        return Place(weight, order, repeated=True)
+    return Place(weight, order, dim=1)
+
+
+def _by_group(module: nn.Module, name: str) -> Tensor:
+    """Where rows of queries, keys and values lie that go by heads of keys in the file."""
+    attention = _attention(module, name)
+    assert attention is not None
+    each = attention.heads // attention.kv_heads
+    rows = torch.arange(attention.kv_heads * (each + 2) * attention.head_dim)
+    groups = rows.view(attention.kv_heads, each + 2, attention.head_dim)
+    return torch.cat(
+        [groups[:, :each].flatten(), groups[:, each].flatten(), groups[:, -1].flatten()]
+    )
 
 
 def part_names(module: nn.Module, name: str, tensor: Tensor) -> list[str]:
     """Published names of parameter ``name`` of ``module``, without ``model.``."""
-    return [part for part, _ in _parts(module, name, tensor)]
+    return [part for part, _ in parts(module, name, tensor)]
 
 
 def _orders(module: nn.Module, name: str) -> list[Tensor] | None:

@@ -36,6 +36,8 @@ def inverse_frequencies(
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     base = 1.0 / (rope.theta**exponent)
     scaling = dict(rope.scaling)
+    if rope.kind == "none":
+        return torch.zeros_like(base), 1.0
     if rope.kind in ("default", "dynamic"):
         # Dynamic NTK turns all frequencies once the sequence outgrows the original context,
         # which cached keys cannot follow: rope_limit() keeps the context within it.
@@ -125,17 +127,18 @@ def channel_order(rope: RopeConfig, head_dim: int) -> Tensor | None:
     """The file's channels of a query's or key's head in the order in which they are kept here.
 
     A rotation turns the two halves of a whole head against each other. Where only the first
-    ``rotary_dim`` channels turn, their second half is moved to the head's; products of queries and
-    keys do not depend on the order.
+    ``rotary_dim`` channels turn, their second half is moved to the head's, and of channels that
+    turn in pairs the second ones; products of queries and keys do not depend on the order.
 
     Returns:
         int64 ``(head_dim,)`` on the CPU, or None: the file's own order.
     """
     turning = rotary_dim(rope, head_dim)
-    if turning == head_dim:
+    if turning == head_dim and not rope.interleaved:
         return None
     order = torch.arange(head_dim, device="cpu")
-    first, second, rest = order.split([turning // 2, turning // 2, head_dim - turning])
+    both, rest = order.split([turning, head_dim - turning])
+    first, second = (both[::2], both[1::2]) if rope.interleaved else both.chunk(2)
     near = head_dim // 2 - turning // 2
     return torch.cat([first, rest[:near], second, rest[near:]])
 

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from overlap_spec.models.eagle import EagleHead, read_eagle_config
 from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, read_eagle3_config
 from overlap_spec.models.mtp import MtpModule, find_modules
 from overlap_spec.models.parallel import Collectives, join, join_head
-from overlap_spec.models.places import part_names, places
+from overlap_spec.models.places import file_name, part_names, places
 from overlap_spec.models.quantization import GridLinear
 from overlap_spec.models.rope import rope_limit, rope_table, trained_length
 from overlap_spec.models.shard import WHOLE, Shard
@@ -104,6 +105,11 @@ def _text_name(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
+def _inside(base: str, name: str) -> str:
+    """A tensor of a file in which no name has what those of a decoder begin with."""
+    return name if name.startswith("lm_head.") else base + name
+
+
 def _eagle_name(name: str) -> str:
     return name.removeprefix("model.")
 
@@ -168,8 +174,13 @@ def load_decoder(
             path, trained, limit,
         )  # fmt: skip
         limit = trained
+    stored = tensor_names(path)
     rename = _text_name if config.beside_vision else _own_name
-    names = {rename(name) for name in tensor_names(path)}
+    inside = config.layout.in_file("model") + "."
+    if not config.beside_vision and not any(name.startswith(inside) for name in stored):
+        # Of the decoder alone, without its head.
+        rename = partial(_inside, inside)
+    names = {rename(name) for name in stored}
     # A tied checkpoint that still stores a head of its own is served with that head.
     tied = config.tie_embeddings and "lm_head.weight" not in names
     shard = WHOLE if collectives is None else collectives.shard
@@ -187,7 +198,8 @@ def load_decoder(
 
     def ignored(name: str) -> bool:
         seeing = config.beside_vision and VISION.match(name) is not None
-        return seeing or _is_rotary(name) or name.startswith(others)
+        unread = _is_rotary(name) or name.endswith(config.layout.ignored)
+        return seeing or unread or name.startswith(others)
 
     for padded in (decoder.embed_tokens, decoder.lm_head) if shard.size > 1 else ():
         padded.weight.data.zero_()
@@ -209,7 +221,7 @@ def _hold_grids(decoder: Decoder, path: Path, rename: Callable[[str], str]) -> l
             if not isinstance(linear, nn.Linear) or not name:
                 continue
             parts = part_names(decoder, f"{name}.{child}.weight", linear.weight)
-            found = [stored.get(f"model.{each}", ("", 0)) for each in parts]
+            found = [stored.get(file_name(decoder.config, each), ("", 0)) for each in parts]
             groups = found[0][1]
             if groups and all(each[1] == groups for each in found):
                 rows, width = linear.weight.shape

@@ -169,7 +169,7 @@ class Scheduler:
         if not self.reuse or sequence.planned_tokens:
             return 0
         known = sequence.tokens(0, sequence.reusable_tokens)
-        return len(self.tree.find(known, sequence.request.cache_salt)) * self.page_size
+        return len(self.tree.find(known, sequence.request.page_salt)) * self.page_size
 
     def commit(self, result: StepResult) -> list[tuple[Sequence, tuple[int, ...]]]:
         """Enter a step's results; the kept tokens of each sequence that got any.
@@ -319,7 +319,7 @@ class Scheduler:
         if not self.reuse or sequence.planned_tokens or sequence.pages:
             return
         known = sequence.tokens(0, sequence.reusable_tokens)
-        path = self.tree.find(known, sequence.request.cache_salt)
+        path = self.tree.find(known, sequence.request.page_salt)
         if path:
             self.tree.acquire(path)
             sequence.path = path
@@ -331,7 +331,7 @@ class Scheduler:
     def _offer(self, sequence: Sequence, tokens: int) -> None:
         """Let others start after the sequence's first ``tokens`` tokens, from the next step on."""
         if self.reuse:
-            known, salt = sequence.tokens(0, tokens), sequence.request.cache_salt
+            known, salt = sequence.tokens(0, tokens), sequence.request.page_salt
             self.tree.insert(known, sequence.pages, sequence.path, salt)
 
     def flush_cache(self) -> int:

@@ -43,25 +43,26 @@ LONGEST_TEXT = 2**20
 
 
 def models(service: Service) -> Response:
-    """The served model, as OpenAI's list of models."""
-    return Json({"object": "list", "data": [model_card(service)]})
+    """The served model and its adapters, as OpenAI's list of models."""
+    cards = [model_card(service, name) for name in service.models]
+    return Json({"object": "list", "data": cards})
 
 
 def one_model(service: Service, model: str) -> Response:
-    """The served model, if that is its name."""
-    service.check_model(model)
-    return Json(model_card(service))
+    """The served model, or one of its adapters, if that is its name."""
+    return Json(model_card(service, service.check_model(model)))
 
 
-def model_card(service: Service) -> dict[str, Any]:
-    """The served model's entry in the list."""
+def model_card(service: Service, name: str) -> dict[str, Any]:
+    """A model's entry in the list."""
+    served, folder = service.settings.served_model_name, service.engine.config.adapters.get(name)
     return {
-        "id": service.settings.served_model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "overlap-spec",
-        "root": service.settings.served_model_name,
-        "parent": None,
+        "root": served if folder is None else str(folder),
+        "parent": None if folder is None else served,
         "max_model_len": service.engine.context_length,
     }
 

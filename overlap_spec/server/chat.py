@@ -48,6 +48,7 @@ async def chat_completions(service: Service, body: ChatBody, http: HttpRequest) 
         chat.field,
         stream=body.stream,
         id_field=body.id_field,
+        model=model,
     )
 
 

@@ -47,6 +47,7 @@ async def completions(service: Service, body: CompletionBody, http: HttpRequest)
         field,
         stream=body.stream,
         id_field=body.id_field,
+        model=model,
     )
 
 

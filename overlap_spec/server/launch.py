@@ -75,6 +75,9 @@ def plan(
     }
     made = ServerPlan(settings, engine)
     made.config.check()
+    if settings.served_model_name in made.config.adapters:
+        name = settings.served_model_name
+        raise ConfigError(f"lora_modules: {name!r} is the served model's name: take another")
     return made
 
 

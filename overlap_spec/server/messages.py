@@ -37,7 +37,9 @@ async def messages(service: Service, body: MessagesBody, http: HttpRequest) -> R
     is_cut = body.max_tokens > chat.request.max_tokens
     request = replace(chat.request, max_tokens=min(body.max_tokens, chat.request.max_tokens))
     shown = MessageFormatter(chat, label, model, is_cut)
-    return await service.answer(http, shown, [request], [label], chat.field, stream=body.stream)
+    return await service.answer(
+        http, shown, [request], [label], chat.field, stream=body.stream, model=model
+    )
 
 
 async def count_tokens(service: Service, body: CountBody, http: HttpRequest) -> Response:

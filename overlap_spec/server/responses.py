@@ -35,7 +35,7 @@ async def responses(service: Service, body: ResponsesBody, http: HttpRequest) ->
     chat = await service.run_until_disconnect(http, Conversation.prepare(service, body.task))
     shown = ResponseFormatter(chat, body, label, model)
     return await service.answer(
-        http, shown, [chat.request], [label], chat.field, stream=body.stream
+        http, shown, [chat.request], [label], chat.field, stream=body.stream, model=model
     )
 
 

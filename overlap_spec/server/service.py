@@ -97,15 +97,21 @@ class Service:
     # Open requests by their owner and label.
     by_label: dict[tuple[str, str], list[AsyncRequestHandle]] = field(default_factory=dict)
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names of the served model, and of its adapters."""
+        return self.settings.served_model_name, *self.engine.config.adapters
+
     def check_model(self, model: str | None) -> str:
-        """The served model's name; ApiError 404 if ``model`` is another."""
-        name = self.settings.served_model_name
-        if model is not None and model != name:
+        """The name of the served model or of the adapter ``model``; ApiError 404 if it is
+        neither."""
+        if model is not None and model not in self.models:
+            names = ", ".join(map(repr, self.models))
             raise ApiError(
-                404, f"there is no model {model!r}: this server has {name!r}", "model",
+                404, f"there is no model {model!r}: this server has {names}", "model",
                 "model_not_found",
             )  # fmt: skip
-        return name
+        return model or self.settings.served_model_name
 
     def check_choices(self, count: int) -> None:
         """Raise InvalidRequest if one HTTP request asks for more than ``max_choices`` outputs.
@@ -166,16 +172,20 @@ class Service:
         *,
         stream: bool | None,
         id_field: str = "rid",
+        model: str | None = None,
     ) -> Response:
         """The reply to one HTTP request, as a whole or as a stream; if the client disconnects, the
         engine's requests are aborted.
 
         Args:
             requests, labels, field, id_field: See :class:`RequestGroup`.
+            model: Whose reply it is, where it may be an adapter's.
 
         Raises:
             ApiError: a request failed.
         """
+        if model in self.engine.config.adapters:
+            requests = [replace(request, lora=model) for request in requests]
         group = RequestGroup(labels, requests, field, http.scope[OWNER], id_field)
         if stream:
             return await self._stream(http, group, shown)

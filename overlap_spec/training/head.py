@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from overlap_spec.models.config import ModelConfig
+from overlap_spec.models.config import ModelConfig, RopeConfig
 from overlap_spec.models.decoder import NORMED_OUTPUT, Decoder
 from overlap_spec.models.eagle import EagleHead
 from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head
@@ -59,16 +59,15 @@ def spread_layers(num_layers: int) -> tuple[int, int, int]:
 
 def plain_layer(shape: ModelConfig) -> ModelConfig:
     """One layer of a target's sizes, as the published heads have it."""
-    return replace(
-        shape,
-        num_layers=1,
-        tie_embeddings=False,
-        qk_norm=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        sliding_windows=(),
+    rope = shape.rope
+    if rope.kind == "none" or rope.interleaved or rope.share < 1:
+        # A head turns whole heads by halves.
+        rope = RopeConfig(rope.theta)
+    sizes = (
+        "architecture vocab_size hidden_size intermediate_size num_heads num_kv_heads head_dim "
+        "max_position rms_norm_eps"
     )
+    return ModelConfig(num_layers=1, rope=rope, **{n: getattr(shape, n) for n in sizes.split()})
 
 
 def new_eagle(target: Decoder, recipe: HeadRecipe) -> EagleHead:

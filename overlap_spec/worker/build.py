@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import platform
 from dataclasses import asdict, replace
@@ -167,6 +168,11 @@ def _load(
     target = load_decoder(
         config.target_path, dtype, device, config.context_length, group, keep_int4
     )
+    adapters: Any = None
+    if config.adapters:
+        # Its file is optional.
+        lora = importlib.import_module("overlap_spec.models.lora")
+        adapters = lora.load_adapters(target, config.adapters)
     longest = target.config.max_position + room.tokens
     tables = RowTables(rows, -(-longest // config.page_size), target.config.vocab_size, device)
     pool = KVPool(target.config, config.page_size, dtype, device)
@@ -198,7 +204,10 @@ def _load(
         pages = group.least("pages", pages)
     for cache in (pool, *draft_pools):
         cache.allocate(pages)
-    return ModelRunner(target, drafter, tables, pool, draft_pools, not config.by_threshold)
+    if adapters is not None:
+        adapters.allocate(rows + 1, pages, device)
+    coupled = not config.by_threshold
+    return ModelRunner(target, drafter, tables, pool, draft_pools, coupled, adapters)
 
 
 def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:

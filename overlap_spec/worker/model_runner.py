@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,6 +29,7 @@ class ModelRunner(nn.Module):
 
     Args:
         coupled: Whether drafts share the noise of the target's choices, or are the likeliest.
+        adapters: The target's (:mod:`overlap_spec.models.lora`); None: it has none.
 
     Attributes:
         caches: The target's keys, and the drafter's.
@@ -49,6 +52,7 @@ class ModelRunner(nn.Module):
         pool: KVPool,
         draft_pools: list[KVPool],
         coupled: bool,
+        adapters: Any = None,
     ) -> None:
         super().__init__()
         self.proposer = drafter if drafter is not None and drafter.host else None
@@ -57,7 +61,7 @@ class ModelRunner(nn.Module):
             drafter = drafter.behind
         self.target, self.drafter, self.tables = target, drafter, tables
         self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
-        self.caches = [pool, *draft_pools]
+        self.caches, self.adapters = [pool, *draft_pools], adapters
         self.coupled, self.device = coupled, tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()

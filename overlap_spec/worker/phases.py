@@ -74,6 +74,9 @@ class Phases:
     def enter_pages(self, batch: Batch) -> None:
         """Enter the plan's new pages into the page tables."""
         self.tables.pages.view(-1)[batch.page_index] = batch.page_values
+        if self.runner.adapters is not None:
+            rows = batch.page_index // self.tables.pages.shape[1]
+            self.runner.adapters.enter(rows, batch.page_values)
 
     def draft(
         self,

@@ -167,6 +167,8 @@ class Worker:
         self.tell("assign", row, replace(request, grammar=None), list(output_ids))
         self._tables.assign(row, request)
         self.streams.compute.run("assign", self._tables.write, row, request, tuple(output_ids))
+        if self.runner.adapters is not None:
+            self.streams.compute.run("adapter", self.runner.adapters.assign, row, request.lora)
 
     @torch.inference_mode()
     def upload(self, plan: StepPlan) -> InFlightStep:

@@ -33,6 +33,8 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+# A base so low that few positions turn all channels.
+SLOW = {"rope_type": "default", "rope_theta": 50.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-biased": (
@@ -133,9 +135,76 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         },
     ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 36,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 8.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0, "rope_parameters": SLOW}),
+    "smollm3-window": (
+        "SmolLM3",
+        {
+            "pad_token_id": 0,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "rope_parameters": SLOW,
+        },
+    ),
+    "glm": ("Glm", {"head_dim": 12, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 12, "pad_token_id": 0}),
+    "stablelm": ("StableLm", {"use_qkv_bias": True}),
+    "stablelm-12b": (
+        "StableLm",
+        {"qk_layernorm": True, "use_parallel_residual": True},
+    ),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere-plus": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": False}),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": SLOW,
+        },
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 6}),
+    "falcon-7b": ("Falcon", {}),
+    "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon2": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-all-heads": (
+        "Falcon",
+        {"multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 96},
+    ),
+    "gpt2": ("GPT2", {}),
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
+CLASSES = {"GPT2": "GPT2LMHeadModel"}
+
+
+def architecture(family: str) -> str:
+    """Name of the class in `transformers`, and in ``config.json``."""
+    return CLASSES.get(family, f"{family}ForCausalLM")
 
 
 def reference(case: str, path: Path, shard: str = "5GB") -> Any:
@@ -145,12 +214,21 @@ def reference(case: str, path: Path, shard: str = "5GB") -> Any:
     config = getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**{**SMALL, **extra})
     config._attn_implementation = "eager"
     torch.manual_seed(3)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, architecture(family))(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(path, max_shard_size=shard)
     return model
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """The plain way: the whole text again for every token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
 
 
 class Cache:

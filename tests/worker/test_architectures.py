@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from overlap_spec.models.config import ExpertsConfig, architectures, read_config
 from overlap_spec.models.dequantize import read_scheme
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.packing import NativeExperts, pack
-from overlap_spec.models.quantization import quantize
+from overlap_spec.models.quantization import quantize, round_rows
 from overlap_spec.models.rope import channel_order, inverse_frequencies
 from overlap_spec.models.weights import export_state, load_decoder
 from overlap_spec.training.attention import CausalRows
 from overlap_spec.worker.graphs import TracedGraph
 from tests.support.checkpoints import write_tokenizer
-from tests.support.models import CASES, Cache, reference
+from tests.support.models import CASES, Cache, greedy, reference
+from tests.support.models import architecture as class_name
+from tests.support.quantised import compressed
 from tests.support.tiers import few
 
 CPU = torch.device("cpu")
@@ -53,15 +56,6 @@ def small(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     return model, tmp_path
 
 
-@torch.no_grad()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    """The plain way: the whole text again for every token."""
-    ids = list(prompt)
-    for _ in range(TOKENS):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 WAYS = [(name, True) for name in NEW] + [("gemma2-caps", False), ("gpt-oss", False)]
 
 
@@ -71,7 +65,7 @@ def test_greedy_text_is_that_of_transformers(small: tuple[Any, Path], graphs: bo
     model, folder = small
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 256, (n,), generator=draw).tolist() for n in LENGTHS]
-    want = [greedy(model, prompt) for prompt in prompts]
+    want = [greedy(model, prompt, TOKENS) for prompt in prompts]
     assert len({tuple(tokens) for tokens in want}) == len(want)
     shapes = {
         "plain": {"algorithm": "none"},
@@ -319,6 +313,61 @@ def test_what_is_not_built_for_them_says_so(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
+REFUSED = [
+    ("falcon-7b", {"alibi": True}, "alibi .* is not supported"),
+    ("falcon-40b", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn must be 1 or 2: 3"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not"),
+    ("gpt2", {"n_embd": "x"}, "n_embd must be a whole number"),
+    ("starcoder2", {"hidden_act": "silu"}, "hidden_act must be one of gelu, gelu_new"),
+    ("cohere", {"logit_scale": -1}, "logit_scale must be a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("case", "fields", "told"), REFUSED)
+def test_fields_that_are_not_built_are_refused_by_name(
+    case: str, fields: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    reference(case, tmp_path)
+    with pytest.raises(CheckpointError, match=told):
+        read_config(rewritten(tmp_path, **fields))
+
+
+@torch.no_grad()
+def test_the_first_gpt2_files_are_read(tmp_path: Path) -> None:
+    """Names without their first part, and masks among the weights."""
+    model = reference("gpt2", tmp_path)
+    state = {n.removeprefix("transformer."): tensor for n, tensor in files(tmp_path).items()}
+    state |= {f"h.{i}.attn.bias": torch.ones(1, 1, 256, 256) for i in range(3)}
+    save_file(state, tmp_path / "model.safetensors")
+    # Fewer positions than the table has.
+    decoder = load_decoder(tmp_path, torch.float32, CPU, 64)
+    tokens = torch.arange(30)
+    want = model(tokens[None]).logits[0]
+    torch.testing.assert_close(Cache(decoder, 64).run(tokens, 0), want, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "glm4", "falcon-40b", "starcoder2"])
+def test_other_names_are_read_quantised(case: str, tmp_path: Path) -> None:
+    """Rows of int8 with a scale each, as compressed-tensors writes them."""
+    reference(case, tmp_path)
+    stored, plain = {}, files(tmp_path)
+    for name, tensor in plain.items():
+        if re.search(r"\.\d+\..*(proj|w[123]|dense.*|query_key_value|c_fc)\.weight$", name):
+            codes, scale = round_rows(tensor)
+            parts = {"weight": codes, "weight_scale": scale[:, None]}
+            stored |= {name.replace("weight", part): own for part, own in parts.items()}
+            plain[name] = codes.float() * scale[:, None]
+        else:
+            stored[name] = tensor
+    assert len(stored) > len(plain)
+    save_file(stored, tmp_path / "model.safetensors")
+    kind = compressed("int-quantized", num_bits=8, type="int", strategy="channel")
+    got = export_state(
+        load_decoder(rewritten(tmp_path, quantization_config=kind), torch.float32, CPU)
+    )
+    assert all(torch.equal(got[name], tensor) for name, tensor in plain.items())
+
+
 def test_the_page_lists_what_is_registered_and_how_it_is_tested() -> None:
     """The table's rows are the architectures that have a file, and all cases stand in it."""
     section = PAGE.read_text().split("## Architectures")[1].split("\n## ")[0]
@@ -332,7 +381,7 @@ def test_the_page_lists_what_is_registered_and_how_it_is_tested() -> None:
             assert architecture in (PAGE.parents[1] / how).read_text()
             continue
         for case in how.split(", "):
-            assert f"{CASES[case][0]}ForCausalLM" == architecture
+            assert class_name(CASES[case][0]) == architecture
             tested.append(case)
     assert sorted(tested) == sorted(CASES)
 

@@ -25,6 +25,8 @@ from tests.support.models import CASES, Cache, reference
 CPU = torch.device("cpu")
 # Sizes that 2 and 3 ranks divide; 3 of them share 6 heads of queries, and 3 or 6 of keys.
 SIZES = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 72}
+# As Falcon calls them.
+OWN_SIZES = {"num_kv_heads": 6}
 SHARDED = [
     "llama",
     "llama-tied-biased",
@@ -34,6 +36,19 @@ SHARDED = [
     "phi3",
     "qwen3-moe",
     "gpt-oss",
+    "mixtral",
+    "qwen2-moe",
+    "granite",
+    "smollm3",
+    "glm",
+    "glm4",
+    "stablelm",
+    "cohere-plus",
+    "starcoder2",
+    "falcon-7b",
+    "falcon-40b",
+    "falcon-all-heads",
+    "gpt2",
 ]
 
 
@@ -92,7 +107,7 @@ def together(folder: Path, size: int, tokens: Tensor, int8: bool = False) -> lis
 
 def write(case: str, path: Path, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
     family, extra = CASES[case]
-    monkeypatch.setitem(CASES, case, (family, {**extra, **SIZES, **sizes}))
+    monkeypatch.setitem(CASES, case, (family, {**extra, **SIZES, **OWN_SIZES, **sizes}))
     reference(case, path)
 
 
@@ -153,11 +168,13 @@ def own_queries(_: int, heads: Heads) -> Tensor:
     return heads.rotated()[0].flatten(1)
 
 
-@pytest.mark.parametrize(("size", "kv_heads"), [(2, 1), (6, 2), (6, 3)])
+@pytest.mark.parametrize("case", ["qwen3", "falcon-40b"])
+@pytest.mark.parametrize(("size", "kv_heads"), [(2, 1), (6, 2), (6, 3), (3, 3)])
 def test_heads_of_keys_are_shared_by_more_ranks(
-    size: int, kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, size: int, kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write("qwen3", tmp_path, monkeypatch, num_key_value_heads=kv_heads)
+    counts = {"num_key_value_heads": kv_heads, "num_kv_heads": kv_heads}
+    write(case, tmp_path, monkeypatch, **counts)
     tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(5))
     with torch.inference_mode():
         want = Cache(load_decoder(tmp_path, torch.float32, CPU, 64), 64).run(tokens, 0)
@@ -203,6 +220,15 @@ def test_a_shape_that_cannot_be_cut_is_told(
     write("qwen3", tmp_path, monkeypatch, num_key_value_heads=2)
     with pytest.raises(ConfigError, match=told):
         load_decoder(tmp_path, torch.float32, CPU, None, Threads(size).rank(0))
+
+
+@pytest.mark.parametrize("case", ["olmo2", "stablelm-12b"])
+def test_norms_that_cannot_be_cut_are_told(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(case, tmp_path, monkeypatch)
+    with pytest.raises(ConfigError, match="norms of queries and keys cannot be cut"):
+        load_decoder(tmp_path, torch.float32, CPU, None, Threads(2).rank(0))
 
 
 def test_a_feed_forward_that_cannot_be_cut_is_told(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from overlap_spec.models.config import ModelConfig, llama_family, read_rope, whole
+from overlap_spec.models.config import Layout, ModelConfig, llama_family, read_rope, whole
 
 ARCHITECTURE = "Phi3ForCausalLM"
 # How early files name LongRoPE.
@@ -18,4 +18,5 @@ def describe(hf: Mapping[str, Any]) -> ModelConfig:
             scaling[field] = "longrope"
     rope = read_rope({**hf, name: scaling})
     windows = (hf.get("sliding_window"),) * whole(hf, "num_hidden_layers")
-    return llama_family(hf, fused_in_file=True, rope=rope, sliding_windows=windows)
+    layout = Layout(fused=("qkv_proj", "gate_up_proj"))
+    return llama_family(hf, layout=layout, rope=rope, sliding_windows=windows)

@@ -126,7 +126,7 @@ class GenerateBody(Body):
         "logprob_start_len": "for those of a prompt, send prompt_logprobs to /v1/completions",
         "image_data": "there are no images",
         "input_embeds": "send text or input_ids",
-        "lora_path": "there are no adapters",
+        "lora_path": "an adapter is asked for by its name as the model, on OpenAI's routes",
         "session_params": "there are no sessions: prompts that start alike share their cache",
     }
     neutral: ClassVar[Mapping[str, Any]] = {"logprob_start_len": -1}

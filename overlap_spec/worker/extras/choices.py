@@ -107,7 +107,7 @@ class Shelf:
                 tokens than are weighed.
         """
         source = request.grammar.source
-        key = request.prompt_ids, request.cache_salt, source
+        key = request.prompt_ids, request.page_salt, source
         found = self._weighed.get(key)
         if found is None:
             room = self._longest - len(request.prompt_ids)
