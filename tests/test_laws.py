@@ -476,20 +476,11 @@ STILL_PRIVATE = {
     "examples/test_interviews.py": {"_is_value"},
     "proofs/test_capture.py": {"_after", "_keep_features", "_within"},
     "proofs/test_races.py": {"_accepted"},
-    "proofs/test_recordings.py": {
-        "_behind",
-        "_known",
-        "_make_target",
-        "_outputs",
-        "_padding",
-        "_runner",
-        "_variants",
-    },
+    "proofs/test_recordings.py": {"_known", "_outputs"},
     "server/test_chat_assembler.py": {"_set_ready"},
     "server/test_life.py": {"_folder"},
-    "support/capture.py": {"_cuda"},
     "speculation/test_auto.py": {"_slow"},
-    "worker/test_replay.py": {"_known", "_tiers"},
+    "worker/test_replay.py": {"_known"},
     "worker/test_waits.py": {"_upload_masks"},
 }
 

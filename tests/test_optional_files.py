@@ -58,6 +58,8 @@ def cases(tiny: dict[str, Any]) -> dict[str, list[Case]]:
             "ConfigError: threshold_single, threshold_acc and relaxed_topk need",
         )
     )
+    # Without it drafts are not stopped, and nobody is refused.
+    parts.append(Case("worker/draft_stop.py", tiny | {"adaptive": "adaspec"}, None, ""))
     drafters = [
         Case(
             f"drafters/{name}.py",

@@ -115,7 +115,7 @@ def _warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
     """Compile, measure and record what the first steps want."""
     config, worker, policy, tiers = core.config, core.worker, core.policy, core.policy.tiers
     taken = with_wide(tiers) if core.widens else tiers
-    policy.tell_waits(worker.graphs.wait_ms)
+    policy.tell_waits(worker.recordings.wait_ms)
     # A wide tier's drafts are the grammar's too: its budget has no stop.
     if worker.traits.stops_drafts and not core.widens:
         policy.let_stop()

@@ -219,7 +219,7 @@ class EngineCore:
             "kv_bytes": allocator.total * self.worker.traits.page_bytes,
             "kv_touched_bytes": allocator.touched * self.worker.traits.page_bytes,
             "matchers": len(self.grammar.matchers),
-            "graph_bytes": self.worker.graphs.bytes,
+            "graph_bytes": self.worker.recordings.bytes,
             "rank_pids": list(self.worker.rank_pids),
             "preemptions": self.scheduler.preemptions,
             "steps": figures.steps,
