@@ -368,7 +368,7 @@ class Worker:
         events.results_on_host.synchronize()
         step.settle()
         plan = step.plan
-        exposed_ms, idle_ms = 0.0, 0.0
+        exposed_ms, idle_ms, step_ms = 0.0, 0.0, None
         rows = self._reader.read(step)
         self.streams.note()
         if step.constrained:
@@ -381,10 +381,11 @@ class Worker:
                 self._record("compute", "exposed", start, end, plan.index)
         if before is not None:
             idle_ms = before.accepted.idle_ms(step.accepted)
+            step_ms = before.accepted.elapsed_ms(step.accepted)
         verified = step.tensors.verified
         verified_rows = 0 if verified is None else len(verified.logits)
         told = extras.read(plan, step.extras)
-        return StepResult(plan, rows, exposed_ms, idle_ms, verified_rows, told)
+        return StepResult(plan, rows, exposed_ms, idle_ms, step_ms, verified_rows, told)
 
     def close(self) -> None:
         """End the streams' threads, and free all memory; nothing can be run any more."""

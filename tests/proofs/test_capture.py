@@ -101,7 +101,7 @@ def tiers_of(engine: Engine) -> tuple[Tier, ...]:
     """All that a plan may have."""
     own = engine.core.policy.tiers
     wide = [wide_tier(tier) for tier in own if tier.steps and not tier.parents]
-    return (*own, *wide) if engine.core.widens else own
+    return (*own, *wide) if engine.core.budgets.widens else own
 
 
 def record(graphs: CudaGraphs, tiers: tuple[Tier, ...], sizes: tuple[int, ...] = SIZES) -> int:
