@@ -33,8 +33,8 @@ from bench.step_cost import SETTINGS
 from overlap_spec import Engine, Grammar
 from overlap_spec.grammar.contract import Matcher
 from overlap_spec.worker.batch import Staging
+from overlap_spec.worker.chains import Chain
 from overlap_spec.worker.graphs import TracedGraph
-from overlap_spec.worker.stepwise import ChainDraft
 from overlap_spec.worker.streams import Event, Stream
 
 # Views and numpy's way in and out do no work; what is left computes, copies or allocates.
@@ -93,7 +93,7 @@ class Operations(TorchDispatchMode):
     def replaying(self) -> ExitStack:
         """While it is open, a recorded pass counts as a replay and not by its operations."""
         stack = ExitStack()
-        for owner, name in ((TracedGraph, "__call__"), (ChainDraft, "replay")):
+        for owner, name in ((TracedGraph, "__call__"), (Chain, "draft")):
             stack.enter_context(patch.object(owner, name, self._once(getattr(owner, name))))
         return stack
 
@@ -195,11 +195,11 @@ def text_counts(drafter: str) -> tuple[dict[str, Any], dict[str, int]]:
         with Engine(**settings_of(drafter, grammar_backend=backend)) as engine:
             while engine.prepare_next():
                 pass
-            ready = engine.core.worker.graphs.count
+            ready = engine.core.worker.recordings.count
             with calls_counted(list(_subclasses(Matcher)), *MATCHER_CALLS) as calls:
                 found |= answer_texts(engine)
             found["calls"][backend] = dict(sorted(calls.items()))
-            recordings = {"ready": ready, "after": engine.core.worker.graphs.count}
+            recordings = {"ready": ready, "after": engine.core.worker.recordings.count}
     return found, recordings
 
 

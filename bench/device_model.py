@@ -20,18 +20,17 @@ from torch import Tensor
 
 from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.types import Request
-from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.graphs import packed_size
 from overlap_spec.worker.packed_rows import pack_rows
 from overlap_spec.worker.passes import (
     Accepted,
     AcceptResult,
     Drafted,
-    GrammarRows,
     Prefilled,
+    StepTensors,
     Verified,
 )
-from overlap_spec.worker.streams import Event, RecordSpan, Stream, Streams, Value, call
+from overlap_spec.worker.streams import Event, RecordSpan, Stream, Streams, Value
 
 T = TypeVar("T")
 Curve = Mapping[int, float]
@@ -190,10 +189,10 @@ class TableStream(Stream):
     def run(self, label: str, work: Callable[..., Any], *args: Any) -> Value[Any]:
         value: Value[Any] = Value()
         if self._on_device:
-            value.set(self._clock.apart(lambda: call(work, args)))
+            value.set(self._clock.apart(lambda: work(*args)))
             self._clock.spend(int(LAUNCH_US.get(label, OTHER_US) * 1e3))
         else:
-            value.set(call(work, args))
+            value.set(work(*args))
         took = int(self._cost_us(label, value.get()) * 1e3)
         start = max(self.free_ns, self._clock.now())
         self.free_ns, self.busy_ns = start + took, self.busy_ns + took
@@ -256,72 +255,65 @@ class TablePhases:
         self._said[row] = self.oracle.of(request)
         self._place[row], self._forced[row] = len(output_ids), []
 
-    def enter_pages(self, batch: Batch) -> None:
+    def enter_pages(self, step: StepTensors) -> None:
         """Nobody reads them."""
 
-    def draft(self, batch: Batch, *_: Any) -> Drafted | None:
+    def draft(self, step: StepTensors, *_: Any) -> None:
         """Chains: what is forced, then the drafter's guesses."""
-        plan, tier = batch.plan, batch.plan.tier
+        batch, plan, tier = step.batch, step.batch.plan, step.batch.plan.tier
         if not batch.trees:
-            return None
+            return
         links = np.full((3, len(batch.rows), tier.nodes), -1, np.int64)
         for number, row in enumerate(plan.decode_rows):
             said, hits = self._said[row]
             place, run = self._place[row], self._forced[row]
             wanted = min(max(len(run), tier.own.steps), tier.nodes - 1)
             links[0, number, 0] = said[place - 1]
-            for step in range(wanted):
-                at_ = place + step
+            for depth in range(wanted):
+                at_ = place + depth
                 token = said[at_] if at_ < len(said) else 0
-                if step < len(run):
-                    token = run[step]
+                if depth < len(run):
+                    token = run[depth]
                 elif at_ >= len(said) or not hits[at_]:
                     token += 1
-                links[0, number, step + 1] = token
-                links[1, number, step] = step + 1
+                links[0, number, depth + 1] = token
+                links[1, number, depth] = depth + 1
         device, told = self._streams.device, any(plan.grammar[: batch.trees])
         share = tier.own.steps / 5
         kernels = share * TOLD_KERNELS * told + WIDE_KERNELS * (tier.base is not None)
         self.took_us = at(device.draft_us, len(batch.rows)) * share + kernels * KERNEL_US
         self._drafted, self._rows = links, len(batch.rows)
-        return Drafted(None, None, torch.from_numpy(links), None, tier)  # type: ignore[arg-type]
+        step.drafted = Drafted(None, None, torch.from_numpy(links), None, tier)  # type: ignore[arg-type]
 
-    def verify(self, drafted: Drafted | None) -> Verified | None:
+    def verify(self, step: StepTensors) -> None:
         """As many rows as the GPU would verify; logits that nobody reads."""
+        drafted = step.drafted
         if drafted is None:
             self.took_us = 0.0
-            return None
+            return
         nodes = drafted.tier.nodes
         rows = self._rows * nodes
         if drafted.tier.base is not None:
             rows = packed_size(self._rows, nodes, int((self._drafted[0] >= 0).sum()))
         self.took_us = at(self._streams.device.verify_us, rows)
-        return Verified(torch.empty(rows, 0), None)
+        step.verified = Verified(torch.empty(rows, 0), None)
 
-    def prefill(self, batch: Batch) -> Prefilled:
+    def prefill(self, step: StepTensors) -> None:
         """Of the chunks' tokens."""
-        assert batch.chunks is not None
-        self.took_us = at(self._streams.device.prefill_us, len(batch.chunks.tokens))
-        return Prefilled(None, None, {})
+        assert step.batch.chunks is not None
+        self.took_us = at(self._streams.device.prefill_us, len(step.batch.chunks.tokens))
+        step.prefilled = Prefilled(None, None, {})
 
-    def accept(
-        self,
-        batch: Batch,
-        drafted: Drafted | None,
-        _verified: Verified | None,
-        prefilled: Prefilled | None,
-        _features: Any,
-        grammar: GrammarRows | None,
-        *_: Any,
-    ) -> Accepted:
+    def accept(self, step: StepTensors) -> None:
         """Drafts that are what the oracle says, and its next token."""
+        batch, drafted, grammar = step.batch, step.drafted, step.grammar
         plan, trees, chunks = batch.plan, None, None
         runs = None if grammar is None else grammar.runs.numpy()[grammar.places.numpy() + 1]
         if drafted is not None:
             rows = plan.decode_rows
             found = [self._accept(row, n, drafted.tier.nodes, runs) for n, row in enumerate(rows)]
             trees = self._packed(found, drafted.tier.steps)
-        if prefilled is not None and plan.final_chunks:
+        if step.prefilled is not None and plan.final_chunks:
             first = 0 if drafted is None else len(batch.rows) * drafted.tier.nodes
             found = [
                 self._entered(chunk.row, 0, 0, [], None if runs is None else runs[first + n])
@@ -329,7 +321,7 @@ class TablePhases:
             ]
             chunks = self._packed(found, 0)
         self.took_us = at(self._streams.device.accept_us, max(len(plan.verified), 1))
-        return Accepted(trees, chunks)
+        step.decided = Accepted(trees, chunks)
 
     def _accept(self, row: int, number: int, nodes: int, runs: Any) -> tuple[Any, ...]:
         """Accepted drafts, living ones, tokens and the run behind them, of one tree."""
@@ -368,13 +360,13 @@ class TablePhases:
         )
         return AcceptResult(None, None, None, packed)  # type: ignore[arg-type]
 
-    def extend(self, *_: Any) -> None:
+    def extend(self, _: StepTensors) -> None:
         """Of the trees."""
         self.took_us = at(self._streams.device.extend_us, self._rows)
 
-    def extend_chunks(self, batch: Batch, *_: Any) -> None:
+    def extend_chunks(self, step: StepTensors) -> None:
         """Of the chunks."""
-        self.took_us = at(self._streams.device.extend_us, len(batch.plan.chunks))
+        self.took_us = at(self._streams.device.extend_us, len(step.batch.plan.chunks))
 
 
 def _table(rows: Sequence[Sequence[int]], width: int) -> Tensor:

@@ -213,7 +213,7 @@ def run_all(
                         if raw is None:
                             clocked = Clocked(runs_of[weighs[name]]) if side == "on" else None
                             engine.core.grammar.pool.forced = cast("ForcedRuns | None", clocked)
-                            engine.core.widens = side == "on"
+                            engine.core.budgets.widens = side == "on"
                             engine.core.worker.runner.reads_states = side == "on" and weighs[name]
                             result = measure(engine, *asked(asks, side, said))
                             raw = result.raw() | figures(result)

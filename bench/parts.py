@@ -128,7 +128,7 @@ def measure(case: str, batch: int, settings: dict[str, Any]) -> dict[str, Any]:
         done = [answer(engine, batch) for _ in range(ROUNDS)]
         end()
         worker = engine.core.worker
-        parts = shares(engine, batch, worker.traits.vocab_size)
+        parts = shares(engine, batch, worker.runner.tables.vocab_size)
         target = worker.runner.target
         weights = sum(t.numel() * t.itemsize for t in (*target.parameters(), *target.buffers()))
         weights -= target.embed_tokens.weight.numel() * target.embed_tokens.weight.itemsize

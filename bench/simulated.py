@@ -33,7 +33,7 @@ from overlap_spec.speculation.policy import (
     StepView,
 )
 from overlap_spec.tiers import Budget, DraftStop, Tier
-from overlap_spec.worker.stepwise import kept_nodes, reached, stops
+from overlap_spec.worker.draft_stop import kept_nodes, reached, stops
 
 # In milliseconds: a 0.75B model on two CPU cores; an 8B model in bfloat16 with an EAGLE-3 head on
 # an A100 and on an H100, which leave the memory-bound regime near 150 and 300 rows.

@@ -89,9 +89,9 @@ def install(engine: Engine, policies: Mapping[str, LengthPolicy]) -> Turns:
     most = max(tier.window_tokens for tier in core.policy.tiers)
     if max(tier.window_tokens for tier in turns.tiers) > most:
         raise ValueError(f"a policy drafts more than the {most} tokens that the engine reserves")
-    core.policy = turns
+    core.budgets.policy = turns
     # As an engine lets its own policy: what is measured is what it would do.
-    if core.worker.traits.stops_drafts and not core.widens:
+    if core.worker.traits.stops_drafts and not core.budgets.widens:
         turns.let_stop()
     launch = nearest_tier(core.config, turns.tiers)
     turns.calibrate(*cost_model(core.config, core.worker, launch, 0.0))

@@ -226,8 +226,9 @@ class RowResult(NamedTuple):
 class StepResult:
     """Results in the order of ``plan.verified``.
 
-    ``exposed_ms``: how long compute stood idle for the masks. ``idle_ms``: how long it stood idle
-    for whatever reason since the accept of the step before; 0 where no step came right before.
+    ``exposed_ms``: how long compute stood idle for the masks. ``step_ms``: time since the accept of
+    the step before, ``idle_ms``: how long it stood idle meanwhile for whatever reason; None and 0
+    where no step came right before.
     ``verified_rows``: rows that the target computed for the trees. ``told``: by request, what its
     chunk told the optional parts, by name.
     """
@@ -236,5 +237,6 @@ class StepResult:
     rows: tuple[RowResult, ...]
     exposed_ms: float = 0.0
     idle_ms: float = 0.0
+    step_ms: float | None = None
     verified_rows: int = 0
     told: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)

@@ -66,6 +66,8 @@ def cases(tiny: dict[str, Any]) -> dict[str, list[Case]]:
             "ConfigError: lora_modules needs overlap_spec/models/lora.py",
         )
     )
+    # Without it drafts are not stopped, and nobody is refused.
+    parts.append(Case("worker/draft_stop.py", tiny | {"adaptive": "adaspec"}, None, ""))
     drafters = [
         Case(
             f"drafters/{name}.py",

@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.engine.budgets import Budgets
 from overlap_spec.engine.core import EngineCore
 from overlap_spec.engine.cost_model import cost_model
 from overlap_spec.engine.grammar_drafts import GrammarDrafts, wide_tier
+from overlap_spec.engine.preparation import Preparation
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
@@ -35,8 +37,11 @@ from overlap_spec.worker.warm_up import warm_up
 GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
 
 
-def build(config: EngineConfig, tokenizer: Tokenizer) -> tuple[EngineCore, GrammarCompiler]:
-    """An engine's core, ready for its first step, and what compiles its grammars.
+def build(
+    config: EngineConfig, tokenizer: Tokenizer
+) -> tuple[EngineCore, GrammarCompiler, Preparation]:
+    """An engine's core, ready for its first step, what compiles its grammars, and what prepares
+    later steps.
 
     Raises:
         ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
@@ -61,7 +66,8 @@ def build(config: EngineConfig, tokenizer: Tokenizer) -> tuple[EngineCore, Gramm
         raise
     traits = core.worker.traits
     compiler.makes_states = traits.reads_states or traits.guided
-    return core, compiler
+    preparation = Preparation(core.config, core.worker, core.scheduler, core.budgets)
+    return core, compiler, preparation
 
 
 def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
@@ -106,7 +112,8 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
         assign=assign,
         reuse=config.prefix_cache,
     )
-    core = EngineCore(config, worker, scheduler, policy, pool, told, timeline, widens)
+    budgets = Budgets(policy, worker.guard, told, widens, config.tpot_slo_ms)
+    core = EngineCore(config, worker, scheduler, budgets, pool, timeline)
     _warm_up(core, chunk_tokens, load_s)
     return core
 
@@ -114,10 +121,10 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
 def _warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
     """Compile, measure and record what the first steps want."""
     config, worker, policy, tiers = core.config, core.worker, core.policy, core.policy.tiers
-    taken = with_wide(tiers) if core.widens else tiers
-    policy.tell_waits(worker.graphs.wait_ms)
+    taken = with_wide(tiers) if core.budgets.widens else tiers
+    policy.tell_waits(worker.recordings.wait_ms)
     # A wide tier's drafts are the grammar's too: its budget has no stop.
-    if worker.traits.stops_drafts and not core.widens:
+    if worker.traits.stops_drafts and not core.budgets.widens:
         policy.let_stop()
     if worker.traits.compiles:
         worker.buffers.reserve(taken)

@@ -63,7 +63,7 @@ class Engine:
         self.config = EngineConfig.build(model=model, **settings)
         vocab_size = read_config(self.config.target_path).vocab_size
         self.tokenizer = Tokenizer(self.config.target_path, vocab_size)
-        self.core, self.compiler = build(self.config, self.tokenizer)
+        self.core, self.compiler, self._preparation = build(self.config, self.tokenizer)
         assert self.compiler.ceiling is not None
         self.memory_limit_bytes = self.compiler.ceiling.most_bytes
         self.context_length = self.core.worker.traits.context_length
@@ -73,7 +73,7 @@ class Engine:
         )
         self._own_process = OwnProcess()
         self.sequences = SequenceMaker(
-            self.tokenizer, limits, self.core.widens, self.config.complete
+            self.tokenizer, limits, self.core.budgets.widens, self.config.complete
         )
         self.output_processor = OutputProcessor(self.compiler.check)
         self._lock = threading.RLock()
@@ -116,7 +116,7 @@ class Engine:
         """Forget the computed pages of earlier prompts that no request holds; how many there
         were."""
         with self._held():
-            return self.core.flush_cache()
+            return self.core.scheduler.flush_cache()
 
     @overload
     def generate(  # type: ignore[overload-overlap]
@@ -290,7 +290,7 @@ class Engine:
                 self.output_processor.remove(handle)
 
     def _abort(self, handle: RequestHandle) -> None:
-        self.core.abort(handle.request.id)
+        self.core.scheduler.abort(handle.request.id)
         if (validation := self.output_processor.validation(handle)) is not None:
             validation.cancel()
 
@@ -321,15 +321,15 @@ class Engine:
         with self._held():
             self._check_whole()
             for request_id in self.output_processor.abandoned():
-                self.core.abort(request_id)
+                self.core.scheduler.abort(request_id)
             busy = self.core.step()
             self._publish()
             return busy
 
     def prepare_next(self) -> bool:
-        """Use an idle moment: see :meth:`EngineCore.prepare_next`; False if there is no use."""
+        """Use an idle moment: see :class:`Preparation`; False if there is no use."""
         with self._held():
-            return self.core.scheduler.idle and self.core.prepare_next()
+            return self.core.scheduler.idle and self._preparation.next()
 
     def _publish(self) -> None:
         """Bring the handles up to date."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherPool
 from overlap_spec.grammar.matching.pool import PoolResult as LaneResult
 from overlap_spec.scheduler.sequence import UNTOLD
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
-from overlap_spec.steps import HostTrees, Int32s, Int64s
+from overlap_spec.steps import HostTrees, Int32s, Int64s, StepPlan
 from overlap_spec.timeline import hidden_fraction, union_ns
 
 
@@ -36,19 +36,6 @@ class StepFigures:
     def hidden_fraction(self) -> float | None:
         """Share of the grammar's time that ran beside verify; None where it took none."""
         return hidden_fraction([self.exposed_ms], [self.grammar_ms])
-
-
-@dataclass(slots=True)
-class GrammarShare:
-    """What one request's grammar did in a step.
-
-    ``grammar_ms``: its matcher's time; ``exposed_ms``: its share of the exposed wait; ``refused``:
-    drafts that it forbids, or whose path it does.
-    """
-
-    grammar_ms: float = 0.0
-    exposed_ms: float = 0.0
-    refused: int = 0
 
 
 class GrammarManager:
@@ -105,10 +92,15 @@ class GrammarManager:
             elif result.root_only:
                 limits[request_ids.index(result.request_id)] = 0
 
-    def free(self, request_ids: Iterable[int]) -> list[bool]:
-        """Whether each request is inside its model's thinking, after what it was last fed."""
-        found = (self.matchers.get(request_id) for request_id in request_ids)
-        return [matcher is not None and matcher.is_free for matcher in found]
+    def free(self, plan: StepPlan, sequences: Sequence[SequenceState]) -> list[bool]:
+        """Whether each request that a step verifies is inside its model's thinking, after what it
+        was last fed, and so accepts drafts in the relaxed way; noted of each."""
+        found = {i: self.matchers.get(i) for i in plan.verified_ids}
+        free = [matcher is not None and matcher.is_free for matcher in found.values()]
+        thinking = {i for i, is_free in zip(found, free, strict=True) if is_free}
+        for sequence in sequences:
+            sequence.stats.relaxed_steps += sequence.request.id in thinking
+        return free
 
     def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
         """Feed each constrained request's kept tokens to its matcher."""
@@ -143,30 +135,29 @@ class GrammarManager:
         """Wall-clock time of the grammar's work since the last :meth:`account`."""
         return self._spent_ns / 1e6
 
-    def account(self, exposed_ms: float, idle_ms: float) -> dict[int, GrammarShare]:
-        """Close a step's books: what was done since the last call is what it cost.
+    def account(
+        self, exposed_ms: float, idle_ms: float, sequences: Sequence[SequenceState]
+    ) -> None:
+        """Close a step's books: what was done since the last call is what it cost, each request's
+        part of it by the time of its matcher.
 
         Args:
             exposed_ms: How long compute stood idle for the grammar.
             idle_ms: How long it stood idle for whatever reason.
-
-        Returns:
-            Request id → its share.
+            sequences: Those that run.
         """
         self.figures.add(self.spent_ms, exposed_ms, idle_ms)
         results, self._results, self._spent_ns = self._results, [], 0
-        shares: dict[int, GrammarShare] = {}
+        if not results:
+            return
+        stats = {sequence.request.id: sequence.stats for sequence in sequences}
+        exposed_share = exposed_ms / (sum(r.end_ns - r.start_ns for r in results) or 1)
         for result in results:
-            share = shares.get(result.request_id)
-            if share is None:
-                share = shares[result.request_id] = GrammarShare()
-            share.grammar_ms += (result.end_ns - result.start_ns) / 1e6
-            share.refused += result.refused
-        if exposed_ms:
-            total = sum(share.grammar_ms for share in shares.values()) or 1.0
-            for share in shares.values():
-                share.exposed_ms = exposed_ms * share.grammar_ms / total
-        return shares
+            if (own := stats.get(result.request_id)) is not None:
+                took_ns = result.end_ns - result.start_ns
+                own.grammar_ms += took_ns / 1e6
+                own.exposed_ms += exposed_share * took_ns
+                own.illegal_drafts += result.refused
 
     def _fail(self, request_id: int, error: Exception) -> None:
         # A matcher that failed is in no known state: it is not touched again.

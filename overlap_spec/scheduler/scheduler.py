@@ -184,8 +184,10 @@ class Scheduler:
             for name, value in told.items():
                 by_id[request_id].extras[name].hear(value)
         kept, tier, now_ns = [], plan.tier, time.perf_counter_ns()
+        idle_ms = result.idle_ms / max(len(plan.verified), 1)
         for (request_id, row, _), got in zip(plan.verified, result.rows, strict=True):
             sequence = by_id[request_id]
+            sequence.stats.idle_ms += idle_ms
             if not sequence.output_ids and got.error is None:
                 for extra in sequence.extras.values():
                     got = extra.begin(got, plan.index)

@@ -56,6 +56,15 @@ class Room(NamedTuple):
     nodes: int
 
 
+class Site(NamedTuple):
+    """What is built of some settings: where, in which type of numbers, and with how much room."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    room: Room
+
+
 def build_worker(config: EngineConfig, room: Room, streams: Streams, record: RecordSpan) -> Worker:
     """Load the models and allocate every table, cache and buffer.
 
@@ -66,30 +75,28 @@ def build_worker(config: EngineConfig, room: Room, streams: Streams, record: Rec
     Raises:
         ConfigError, CheckpointError: as in :class:`overlap_spec.engine.Engine`.
     """
-    device = pick_device(config.device)
-    dtype = pick_dtype(config, device)
+    site = site_of(config, room)
     if config.quantization is not None:
-        check_quantization(config.quantization, device)
+        check_quantization(config.quantization, site.device)
     try:
         if config.tensor_parallel_size > 1:
-            return _build_lead(config, device, dtype, room, streams, record)
-        runner = _build_runner(config, device, dtype, room, streams, None)
-        return Worker(runner, streams, config, record)
+            return _build_lead(site, streams, record)
+        return Worker(_build_runner(site, streams, None), streams, config, record)
     except BaseException:
         streams.close()
         raise
 
 
-def _build_lead(
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    room: Room,
-    streams: Streams,
-    record: RecordSpan,
-) -> Worker:
+def site_of(config: EngineConfig, room: Room) -> Site:
+    """Where a worker of these settings is built."""
+    device = pick_device(config.device)
+    return Site(config, device, pick_dtype(config, device), room)
+
+
+def _build_lead(site: Site, streams: Streams, record: RecordSpan) -> Worker:
     """Rank 0's worker, and the other ranks' processes; in a rank that torchrun has started, that
     rank's whole work, after which the process ends."""
+    config, device = site.config, site.device
     size = config.tensor_parallel_size
     replace(read_config(config.target_path), shard=Shard(0, size)).check_shard()
     launched = launch(size, RANK_MODULE)
@@ -101,11 +108,11 @@ def _build_lead(
     try:
         # What each would choose by itself must be the same in all.
         threads = count_threads(config, device) if device.type == "cpu" else None
-        name = str(dtype).removeprefix("torch.")
+        name = str(site.dtype).removeprefix("torch.")
         same = replace(config, device=device.type, dtype=name, threads=threads)
-        group = Group(launched, device, (asdict(same), room))
+        group = Group(launched, device, (asdict(same), site.room))
         streams.prefill = streams.compute
-        runner = _build_runner(config, device, dtype, room, streams, group)
+        runner = _build_runner(site, streams, group)
         return LeadWorker(runner, streams, config, record, group, processes)
     except BaseException:
         if processes is not None:
@@ -122,43 +129,29 @@ def run_follower(launched: Launch) -> None:
         index = int(os.environ.get("LOCAL_RANK", launched.shard.rank))
         torch.cuda.set_device(index)
         config = replace(config, device=f"cuda:{index}")
-    device = pick_device(config.device)
-    dtype = pick_dtype(config, device)
-    spans = Spans()
+    site, spans = site_of(config, room), Spans()
     streams = build_streams(config, spans.record)
     streams.prefill = streams.compute
-    group = Group(launched, device)
-    runner = _build_runner(config, device, dtype, room, streams, group)
+    group = Group(launched, site.device)
+    runner = _build_runner(site, streams, group)
     follow(Worker(runner, streams, config, spans.record), group, spans)
 
 
-def _build_runner(
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    room: Room,
-    streams: Streams,
-    group: Group | None,
-) -> ModelRunner:
+def _build_runner(site: Site, streams: Streams, group: Group | None) -> ModelRunner:
     """Models, tables and caches; with a ``group`` one rank's part of the target.
 
     By compute, in whose thread all torch's work in parallel is done: see :func:`host_zeros`.
     """
     built = streams.event()
-    runner = streams.compute.run("load", _load, config, device, dtype, room, group)
+    runner = streams.compute.run("load", _load, site, group)
     streams.compute.record(built)
     built.synchronize()
     return runner.get()
 
 
 @torch.inference_mode(False)
-def _load(
-    config: EngineConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    room: Room,
-    group: Group | None,
-) -> ModelRunner:
+def _load(site: Site, group: Group | None) -> ModelRunner:
+    config, device, dtype, room = site
     rows = config.max_running_requests
     if device.type == "cuda":
         # Float32 output must not depend on the device.
@@ -206,8 +199,7 @@ def _load(
         cache.allocate(pages)
     if adapters is not None:
         adapters.allocate(rows + 1, pages, device)
-    coupled = not config.by_threshold
-    return ModelRunner(target, drafter, tables, pool, draft_pools, coupled, adapters)
+    return ModelRunner(target, drafter, tables, pool, draft_pools, adapters)
 
 
 def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:

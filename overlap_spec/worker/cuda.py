@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from overlap_spec.worker.streams import Event, RecordSpan, Stream, Streams, Value, call
+from overlap_spec.worker.streams import Event, RecordSpan, Stream, Streams, Value
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class CudaStream(Stream):
             start, end = self._event(), self._event()
             queued_ns = time.perf_counter_ns()
             start.record()
-            value.set(call(work, args))
+            value.set(work(*args))
             end.record()
         self._spans.append(_Span(label, self.step, queued_ns, start, end))
         self._started += 1

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from overlap_spec.kernels.scripting import Tensors as Tensors
 from overlap_spec.kernels.scripting import Trace
 
+Work = Callable[..., Tensors]
+
 
 class Recorded(ABC):
     """A pass that is replayed; its outputs are overwritten by the next replay of the same pass."""
@@ -41,7 +43,7 @@ class TracedGraph(Recorded):
         owner: Holds every parameter and buffer that ``work`` touches.
     """
 
-    def __init__(self, owner: nn.Module, work: Callable[..., Tensors], inputs: Tensors) -> None:
+    def __init__(self, owner: nn.Module, work: Work, inputs: Tensors) -> None:
         self.trace = Trace(work, inputs, [*owner.parameters(), *owner.buffers()])
         self(*inputs)
 
@@ -52,7 +54,7 @@ class TracedGraph(Recorded):
 class Eager(Recorded):
     """A pass that is not recorded."""
 
-    def __init__(self, work: Callable[..., Tensors]) -> None:
+    def __init__(self, work: Work) -> None:
         self._work = work
 
     def __call__(self, *inputs: Tensor) -> Tensors:
@@ -70,9 +72,7 @@ class CudaGraph(Recorded):
             where nothing else may be then.
     """
 
-    def __init__(
-        self, work: Callable[..., Tensors], inputs: Tensors, pool: Any, into: Tensors | None = None
-    ) -> None:
+    def __init__(self, work: Work, inputs: Tensors, pool: Any, into: Tensors | None = None) -> None:
         # Kernels are compiled and libraries set up by a run that is not captured.
         work(*inputs)
         self._inputs, self._graph = inputs, torch.cuda.CUDAGraph()

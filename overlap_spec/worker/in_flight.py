@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +14,12 @@ from torch import Tensor
 
 from overlap_spec.steps import TOLD, HostTrees, StepPlan
 from overlap_spec.tiers import Tier
-from overlap_spec.worker.batch import Batch, Staging
+from overlap_spec.worker.batch import Staging
 from overlap_spec.worker.graphs import graph_size
 from overlap_spec.worker.kv_pool import lazy_zeros
 from overlap_spec.worker.packed_rows import row_width
-from overlap_spec.worker.streams import Event, Streams, Value
-
-if TYPE_CHECKING:
-    from overlap_spec.worker.tables import SamplingFeatures
+from overlap_spec.worker.passes import StepTensors
+from overlap_spec.worker.streams import Event, Streams
 
 
 class Events:
@@ -61,19 +59,31 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tens
     return zeros.pin_memory() if pinned else zeros
 
 
+class Mirrored(NamedTuple):
+    """A buffer of the host, and its copy on the device, which on the CPU is the same memory."""
+
+    host: Tensor
+    device: Tensor
+
+    def upload(self, count: int) -> Tensor:
+        """Its first rows on the device, as the host has them now."""
+        there = self.device[:count]
+        if self.device is not self.host:
+            there.copy_(self.host[:count], non_blocking=True)
+        return there
+
+
 class Buffers:
     """What one step in flight reads from and writes to the host; pinned where that matters.
 
     Attributes:
         links: int64, room for ``(3, S, nodes)``: tokens, first children, next siblings of all
             trees.
-        masks, limits: int32 ``(nodes, words)`` mask rows, of the nodes that have one alone, and
-            int64 ``(requests,)`` depth limits on the host; ``device_masks``, ``device_limits``
-            their copies on the device, which on the CPU are the same memory.
+        masks: int32 ``(nodes, words)``: mask rows, of the nodes that have one alone.
+        limits: int64 ``(requests,)``: the depth down to which a request's rows are good.
         runs: int32 ``(1 + nodes, TOLD)``: behind a row of -1, what the grammar forces behind
-            each node that has a mask row, a run, and the node's state; ``device_runs`` likewise.
-        places: int64, which mask row each node of all trees has, then each final chunk, -1: none;
-            ``device_places`` likewise.
+            each node that has a mask row, a run, and the node's state.
+        places: int64: which mask row each node of all trees has, then each final chunk, -1: none.
         results: int64, room for the packed rows of trees and of final chunks.
         events: Recorded anew by each step that uses the buffers; ``events.free`` after its last
             use.
@@ -83,22 +93,19 @@ class Buffers:
     def __init__(
         self, room: Tier, rows: int, words: int, streams: Streams, device: torch.device
     ) -> None:
-        pinned = device.type == "cuda"
-        most = graph_size(rows)
+        pinned, most = device.type == "cuda", graph_size(rows)
         nodes = most * room.nodes
+
+        def mirrored(shape: tuple[int, ...], dtype: torch.dtype) -> Mirrored:
+            host = host_zeros(shape, dtype, pinned)
+            return Mirrored(host, torch.zeros_like(host, device=device) if pinned else host)
+
         self.links = host_zeros((3 * nodes,), torch.int64, pinned)
-        self.masks = host_zeros((nodes, words), torch.int32, pinned)
-        self.limits = host_zeros((most,), torch.int64, pinned)
-        self.runs = host_zeros((1 + nodes, TOLD), torch.int32, pinned)
-        self.runs.numpy()[0] = -1
-        self.places = host_zeros((nodes + most,), torch.int64, pinned)
-        self.device_masks, self.device_limits = self.masks, self.limits
-        self.device_runs, self.device_places = self.runs, self.places
-        if pinned:
-            self.device_masks = torch.zeros_like(self.masks, device=device)
-            self.device_limits = torch.zeros_like(self.limits, device=device)
-            self.device_runs = torch.full_like(self.runs, -1, device=device)
-            self.device_places = torch.zeros_like(self.places, device=device)
+        self.masks = mirrored((nodes, words), torch.int32)
+        self.limits = mirrored((most,), torch.int64)
+        self.runs = mirrored((1 + nodes, TOLD), torch.int32)
+        self.runs.host.numpy()[0] = -1
+        self.places = mirrored((nodes + most,), torch.int64)
         columns = row_width(room.steps) + row_width(0)
         self.results = host_zeros((most * columns,), torch.int64, pinned)
         self.staging = Staging()
@@ -151,8 +158,7 @@ class InFlightStep:
         accepted: When its tokens were decided; outlives the buffers, since the next step's idle
             time is measured from it.
         constrained: Whether any of its requests has a grammar.
-        features: What its requests ask of the sampler.
-        batch, prefilled, drafted, verified, decided: What the streams' work hands on.
+        tensors: What the streams' work hands on.
         trees: The drafted trees, once :meth:`read_trees` has been called.
         limits: Depth down to which each request's mask rows are good.
         results: The packed results of the trees and of the final chunks, on the host.
@@ -164,12 +170,7 @@ class InFlightStep:
     buffers: Buffers
     accepted: Event
     constrained: bool
-    features: SamplingFeatures
-    batch: Value[Batch] = field(default_factory=Value)
-    prefilled: Value[Any] = field(default_factory=Value)
-    drafted: Value[Any] = field(default_factory=Value)
-    verified: Value[Any] = field(default_factory=Value)
-    decided: Value[Any] = field(default_factory=Value)
+    tensors: StepTensors
     trees: HostTrees | None = None
     limits: tuple[int, ...] = ()
     results: list[Tensor] = field(default_factory=list)
@@ -183,8 +184,8 @@ class InFlightStep:
 
     def settle(self) -> None:
         """Enter into the plan what was drafted and is verified, where the drafts' stop chose it;
-        once ``drafted`` is known to be there."""
-        drafted = self.drafted.get()
+        once what was drafted is known to be there."""
+        drafted = self.tensors.drafted
         if drafted is None or (drafted.tier == self.plan.tier and drafted.nodes is None):
             return
         budget = self.plan.budget.stopped(drafted.tier, drafted.nodes)
@@ -195,7 +196,7 @@ class InFlightStep:
         requests with a grammar, then a node for each such final chunk."""
         self.events.tree_on_host.synchronize()
         self.settle()
-        plan, nodes, rows = self.plan, self.plan.tier.nodes, len(self.batch.get().rows)
+        plan, nodes, rows = self.plan, self.plan.tier.nodes, len(self.tensors.batch.rows)
         trees, every = len(plan.decode_rows), rows * nodes
         grammar = [has_one for _, _, has_one in plan.verified]
         ends = [
@@ -205,7 +206,7 @@ class InFlightStep:
         packed = links = self.buffers.links.numpy()[: 3 * every].reshape(3, every)[:, :real]
         first, offsets = _firsts(trees, nodes)
         linked = links[1:] >= 0
-        places = self.buffers.places.numpy()[: every + len(plan.final_chunks)]
+        places = self.buffers.places.host.numpy()[: every + len(plan.final_chunks)]
         places.fill(-1)
         if all(grammar) and np.count_nonzero(linked) == real - trees:
             # All nodes but the roots are linked: none is dead.
@@ -234,16 +235,16 @@ class InFlightStep:
     @property
     def tree_is_read(self) -> bool:
         """Whether the drafted trees go to the host: for the grammar, or for whoever asked."""
-        return self.constrained or self.features.reads_tree
+        return self.constrained or self.tensors.features.reads_tree
 
     def mask_rows(self, index: int) -> NDArray[np.int32]:
         """int32 ``(nodes, words)``: mask rows of one of the plan's verified trees on the host,
         zero where a node has none."""
         trees, nodes = len(self.plan.decode_rows), self.plan.tier.nodes
-        rows = len(self.batch.get().rows)
+        rows = len(self.tensors.batch.rows)
         first = index * nodes if index < trees else rows * nodes + index - trees
-        places = self.buffers.places[first : first + (nodes if index < trees else 1)].numpy()
-        found: NDArray[np.int32] = self.buffers.masks.numpy()[places]
+        places = self.buffers.places.host.numpy()[first : first + (nodes if index < trees else 1)]
+        found: NDArray[np.int32] = self.buffers.masks.host.numpy()[places]
         found[places < 0] = 0
         return found
 
@@ -251,6 +252,6 @@ class InFlightStep:
     def links(self) -> NDArray[np.int64]:
         """int64 ``(3, trees, nodes)``: tokens, first children and next siblings on the host."""
         trees, nodes = len(self.plan.decode_rows), self.plan.tier.nodes
-        rows = self.batch.get().rows.shape[0]
+        rows = self.tensors.batch.rows.shape[0]
         links: NDArray[np.int64] = self.buffers.links[: 3 * rows * nodes].numpy()
         return links.reshape(3, rows, nodes)[:, :trees]

@@ -19,12 +19,12 @@ def prepare(worker: Worker, tier: Tier) -> None:
     """Record a tier's passes for a single request, ahead of its first step, with a grammar or
     without one."""
     for told in {False, worker.runner.reads_states}:
-        worker.graphs.record(tier, False, told)
+        worker.recordings.record(tier, False, told)
 
 
 def prepare_next(worker: Worker, tiers: Sequence[Tier]) -> bool:
     """Record what one of these tiers lacks; False if they lack nothing."""
-    return worker.graphs.record_next(tiers)
+    return worker.recordings.record_next(tiers)
 
 
 def clear(worker: Worker, pages: Sequence[int]) -> None:

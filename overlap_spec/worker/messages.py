@@ -116,7 +116,7 @@ def pack_decision(step: InFlightStep, accepted: bool, free: Sequence[bool] = ())
     if not (accepted and step.constrained):
         return [head]
     told[1], rows, runs = _mark(step), *_body(step)
-    limits.copy_(step.buffers.limits[: len(limits)])
+    limits.copy_(step.buffers.limits.host[: len(limits)])
     return [head, torch.cat([runs.flatten(), rows.flatten()])]
 
 
@@ -137,8 +137,8 @@ def take_decision(step: InFlightStep, receive: Callable[[Tensor], None]) -> tupl
         step.read_trees()
         if int(told[1]) != _mark(step):
             raise RuntimeError("this rank has drafted other trees than rank 0: one is at fault")
-        step.buffers.limits.fill_(step.plan.tier.steps)
-        step.buffers.limits[: len(limits)] = limits
+        step.buffers.limits.host.fill_(step.plan.tier.steps)
+        step.buffers.limits.host[: len(limits)] = limits
         rows, runs = _body(step)
         body = torch.empty(runs.numel() + rows.numel(), dtype=torch.int32)
         receive(body)
@@ -165,4 +165,4 @@ def _body(step: InFlightStep) -> tuple[Tensor, Tensor]:
     them."""
     assert step.trees is not None
     count = int(step.trees.offsets[-1])
-    return step.buffers.masks[:count], step.buffers.runs[1 : 1 + count]
+    return step.buffers.masks.host[:count], step.buffers.runs.host[1 : 1 + count]

@@ -6,18 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from overlap_spec.drafters.base import Draft, Drafter, Roots
-from overlap_spec.drafters.sound import sound
+from overlap_spec.drafters.base import Drafter
 from overlap_spec.drafters.tree_drafter import TreeDrafter
-from overlap_spec.kernels import KeySpan, Tree, accept_path, build_chain, build_tree
+from overlap_spec.kernels import KeySpan, Tree, accept_path
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.steps import STATES, TOLD
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import Chunks
 from overlap_spec.worker.grammar_drafts import GrammarDrafts
-from overlap_spec.worker.graphs import Tensors, padded
+from overlap_spec.worker.graphs import Tensors
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend, lazy_zeros
 from overlap_spec.worker.packed_rows import pack_rows
 from overlap_spec.worker.passes import AcceptResult, CommittedTokens
@@ -28,12 +26,12 @@ class ModelRunner(nn.Module):
     """The models of a worker and what is computed with them.
 
     Args:
-        coupled: Whether drafts share the noise of the target's choices, or are the likeliest.
         adapters: The target's (:mod:`overlap_spec.models.lora`); None: it has none.
 
     Attributes:
         caches: The target's keys, and the drafter's.
         proposer: What drafts on the host; where it has a drafter behind it, that is the drafter.
+        recorded_drafter: Whether the drafter's methods depend on nothing but tensors.
         extends: Whether the drafter takes in what was committed.
         refused: int64 ``()``: drafted nodes that broke the contract; a built drafter has none.
         reads_states: Whether the drafter keeps to what grammars' tables allow.
@@ -51,7 +49,6 @@ class ModelRunner(nn.Module):
         tables: RowTables,
         pool: KVPool,
         draft_pools: list[KVPool],
-        coupled: bool,
         adapters: Any = None,
     ) -> None:
         super().__init__()
@@ -62,13 +59,14 @@ class ModelRunner(nn.Module):
         self.target, self.drafter, self.tables = target, drafter, tables
         self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
         self.caches, self.adapters = [pool, *draft_pools], adapters
-        self.coupled, self.device = coupled, tables.device
+        self.device = tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.reads_states = isinstance(drafter, TreeDrafter)
         room = STATES if self.reads_states else 0
         count = tables.padding_row + 1
         self.told = GrammarDrafts(count, tables.vocab_size, room, self.device)
+        self.recorded_drafter = drafter is None or drafter.recorded
         self.extends = drafter is not None and type(drafter).extend is not Drafter.extend
         self.register_buffer("refused", torch.zeros((), dtype=torch.int64, device=self.device))
         no_run = torch.full((1, TOLD), -1, dtype=torch.int32, device=self.device)
@@ -81,14 +79,9 @@ class ModelRunner(nn.Module):
             self.register_buffer("page_features", lazy_zeros(shape, pool.k.dtype, self.device))
 
     @property
-    def recorded_drafter(self) -> bool:
-        """Whether the drafter's methods depend on nothing but tensors."""
-        return self.drafter is None or self.drafter.recorded
-
-    @property
-    def stops_drafts(self) -> bool:
-        """Whether drafts can be stopped between two steps: of a built drafter's chains, where a
-        step's confidences are read without waiting."""
+    def stepwise(self) -> bool:
+        """Whether chains are drafted step by step: a built drafter's, where a step's confidences
+        are read without waiting."""
         drafter = self.drafter
         if self.device.type != "cpu" or not isinstance(drafter, TreeDrafter):
             return False
@@ -102,97 +95,6 @@ class ModelRunner(nn.Module):
             module._buffers.clear()
         # A closed engine still has its figures.
         self.refused = refused
-
-    def draft_trees(
-        self,
-        tier: Tier,
-        sampled: bool,
-        told: bool,
-        rows: Tensor,
-        pages: Tensor,
-        proposed: Draft | None = None,
-    ) -> Tensors:
-        """The roots' tokens, positions and runs, the links, and the tensors of the trees.
-
-        Args:
-            sampled: Whether any row draws its tokens: drafts share its noise.
-            told: Whether the drafter is told where its roots stand in their grammars.
-            proposed: What a host drafter proposed for the first of the rows.
-        """
-        roots = self.draft_roots(self.known_roots(rows, pages), sampled, told)
-        own = tier.own
-        if self.drafter is None or own.steps == 0:
-            draft = _no_draft(roots, 0)
-        elif proposed is not None:
-            draft = self._sound(rows, _with_padding(proposed, len(rows)), own)
-        elif self.drafter.host:
-            draft = _no_draft(roots, own.nodes - 1)
-        else:
-            draft = self._sound(rows, self.drafter.draft(roots, own), own)
-        if tier.base is not None:
-            draft = self.told.complete(draft, roots, tier)
-        known = roots.tokens, roots.positions, roots.forced
-        return *known, *self.link(roots.tokens, draft, tier.steps)
-
-    def overlay(self, outputs: Tensors, rows: Tensor, proposed: Draft, tier: Tier) -> Tensors:
-        """What :meth:`draft_trees` returns, with the trees of those rows that have a proposal in
-        the place of the drafter's.
-
-        Args:
-            tier: Of ``outputs``, which may be shorter than what was proposed.
-        """
-        tokens, positions, forced, _, *parts = outputs
-        tree = Tree(*parts)
-        room = tree.tokens.shape[1] - 1
-        draft = self._sound(rows, _with_padding(proposed, len(rows)), tier.own)
-        given = [part[:, :room] for part in draft if part is not None]
-        has = (given[2] > -torch.inf).any(1, keepdim=True)
-        beside = tree.tokens, tree.parents, tree.scores
-        values = 0, 0, -torch.inf
-        merged = [
-            torch.where(has, F.pad(own, (0, room - own.shape[1]), value=value), part[:, 1:])
-            for own, part, value in zip(given, beside, values, strict=True)
-        ]
-        links, *linked = self.link(tokens, Draft(*merged), tier.steps)
-        return tokens, positions, forced, links, *linked
-
-    def dead_trees(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:
-        """As :meth:`draft_trees`, where nothing is drafted: what a recording needs of a tree."""
-        roots = self.known_roots(rows, pages)
-        draft = _no_draft(roots, tier.nodes - 1)
-        known = roots.tokens, roots.positions, roots.forced
-        return *known, *self.link(roots.tokens, draft, tier.steps)
-
-    def known_roots(self, rows: Tensor, pages: Tensor) -> Roots:
-        """The rows' roots, as far as the tables tell of them."""
-        tables = self.tables
-        known = tables.roots[rows], tables.committed[rows], self.told.forced[rows]
-        return Roots(rows, pages, *known)
-
-    def draft_roots(self, roots: Roots, sampled: bool, told: bool) -> Roots:
-        """Roots as the drafter gets them; ``sampled`` and ``told`` as in :meth:`draft_trees`."""
-        tables, rows = self.tables, roots.rows
-        if told:
-            roots = roots._replace(standing=self.told.standing(rows))
-        if sampled and self.coupled:
-            roots = roots._replace(temperature=tables.temperature[rows], seeds=tables.seed[rows])
-        return roots
-
-    def _sound(self, rows: Tensor, draft: Draft, tier: Tier) -> Draft:
-        """The draft; of a drafter that is not built in, its sound nodes alone."""
-        if not self.checked:
-            return draft
-        draft, refused = sound(draft, tier, self.tables.vocab_size)
-        self.refused += torch.where(rows == self.tables.padding_row, 0, refused).sum()
-        return draft
-
-    def link(self, roots: Tensor, draft: Draft, depth: int) -> Tensors:
-        """The links of drafted nodes ``(3, S, N)``, and the tensors of their trees."""
-        if draft.parents is None:
-            tree = build_chain(roots, draft.tokens, draft.scores)
-        else:
-            tree = build_tree(roots, draft.tokens, draft.parents, draft.scores, depth)
-        return torch.stack([tree.tokens, tree.first_child, tree.next_sibling]), *tree
 
     def verify_trees(
         self,
@@ -379,20 +281,3 @@ class ModelRunner(nn.Module):
 
     def _count(self, end: int) -> Tensor:
         return torch.arange(end, device=self.device)
-
-
-def _with_padding(proposed: Draft, rows: int) -> Draft:
-    """A proposal with dead nodes for rows that are padding."""
-    missing = rows - len(proposed.tokens)
-    tokens, parents, scores = proposed
-    above = None if parents is None else padded(parents, rows)
-    draft = Draft(padded(tokens, rows), above, padded(scores, rows))
-    if missing:
-        draft.scores[-missing:] = -torch.inf
-    return draft
-
-
-def _no_draft(roots: Roots, nodes: int) -> Draft:
-    """``nodes`` dead nodes after each root."""
-    tokens = roots.tokens[:, None].expand(-1, nodes)
-    return Draft(tokens, None, torch.full_like(tokens, -torch.inf, dtype=torch.float32))

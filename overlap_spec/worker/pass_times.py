@@ -82,31 +82,28 @@ def measure_point(worker: Worker, point: Point) -> PassTimes:
 
 
 def _times(worker: Worker, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[float, float]:
-    runner, graphs = worker.runner, worker.graphs
-    verify_trees, extend = graphs.find_verify(tier, len(rows)), graphs.find_extend(tier, len(rows))
-    recorded = graphs.find_draft(tier, len(rows), False, False)
-    drafted = recorded is not None and tier.steps > 0
+    runner, recordings = worker.runner, worker.recordings
     together = runner.target.config.shard.size > 1
 
     def draft() -> tuple[Tensor, ...]:
-        if recorded is not None:
-            return recorded(rows, pages)
-        return worker.phases.draft_trees(tier, False, False, rows, pages)
+        drafts = recordings.draft(tier, len(rows), False, False)
+        return worker.phases.draft.grow(drafts, tier, rows, pages)[0]
 
-    draft_ms, (_, positions, _, _, *rest) = least_ms(draft, rows, together)
-    tree = Tree(*rest[: len(Tree._fields)])
+    draft_ms, (_, positions, _, _, *tensors) = least_ms(draft, rows, together)
+    tree = Tree(*tensors)
     inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
     path = rows.new_zeros(len(rows), tier.steps + 1)
 
     def verify() -> tuple[Tensor, ...]:
-        logits, *features = verify_trees(*inputs)
-        if extend is not None:
+        logits, *features = recordings.verify(tier, len(rows))(*inputs)
+        if runner.extends:
+            extend = recordings.extend(tier, len(rows))
             extend(rows, pages, positions, path, path, torch.zeros_like(rows), *features)
         return (logits,)
 
     verify_ms, _ = least_ms(verify, rows, together)
-    on_device = drafted or (runner.drafter is not None and not runner.drafter.host)
-    return draft_ms if on_device and tier.steps else 0.0, verify_ms
+    on_device = tier.steps > 0 and runner.drafter is not None and not runner.drafter.host
+    return draft_ms if on_device else 0.0, verify_ms
 
 
 def least_ms(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,8 +12,10 @@ from overlap_spec.drafters.base import Committed, DraftCache, Roots
 from overlap_spec.kernels import KeySpan, Tree
 from overlap_spec.models.decoder import Attend
 from overlap_spec.tiers import Tier
+from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend
 from overlap_spec.worker.sampler import Masks
+from overlap_spec.worker.tables import SamplingFeatures
 
 
 class Drafted(NamedTuple):
@@ -99,6 +101,30 @@ class GrammarRows(NamedTuple):
     def behind(self, nodes: slice) -> Tensor:
         """int32 ``(nodes, TOLD)``: what is forced behind these."""
         return self.runs[self.places[nodes] + 1]
+
+
+NOTHING = Accepted(None, None)
+
+
+@dataclass
+class StepTensors:
+    """What a step has on the device, as its passes have come to it; each is set by a stream's work,
+    and read by what is ordered behind that.
+
+    Attributes:
+        features: What its requests ask of the sampler.
+        free: Whether each request of ``plan.verified`` is inside its thinking; empty: none is.
+        grammar: None where no request has one; the others: where the step has no such pass.
+    """
+
+    features: SamplingFeatures
+    batch: Batch = field(init=False)
+    drafted: Drafted | None = None
+    verified: Verified | None = None
+    prefilled: Prefilled | None = None
+    grammar: GrammarRows | None = None
+    free: Sequence[bool] = ()
+    decided: Accepted = NOTHING
 
 
 class CommittedTokens(Committed):

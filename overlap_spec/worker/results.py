@@ -50,7 +50,7 @@ class ResultReader:
         """The results of ``plan.verified`` from ``first`` on, which are trees of ``tier``: a row
         costs one turn of this, and no call that not all need."""
         members, limits = step.plan.verified, step.limits
-        plain, known = not step.features.tells, self._told
+        plain, known = not step.tensors.features.tells, self._told
         for index, told in enumerate(read_rows(packed, tier.steps), first):
             drafted, accepted, tokens, behind, confidences = told
             row, error, grafts, grafted = members[index][1], None, 0, 0

@@ -5,9 +5,9 @@ code is one for all kinds, so that its races are there, and tested, without a GP
 
 The contract, on every kind of stream:
 
-- ``run`` hands work over and returns at once; what the work returns is read from the
-  :class:`Value`, by later work of any stream that is ordered after it, or by the host after an
-  event recorded after it has passed.
+- ``run`` hands work over and returns at once. What the work returns, or leaves, is read by later
+  work of any stream that is ordered after it, or by the host after an event recorded after it has
+  passed.
 - A wait captures the latest record of its event. Waiting on an event that was never recorded
   raises; CUDA alone would silently not wait.
 - After work that raised, a stream does nothing but pass its events; the error is raised to the
@@ -85,7 +85,7 @@ class Stream(ABC):
 
     @abstractmethod
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
-        """Queue ``work(*args)``; a Value among ``args`` is replaced by what it holds then."""
+        """Queue ``work(*args)``."""
 
     @abstractmethod
     def record(self, event: Event) -> None:
@@ -127,11 +127,6 @@ class Streams(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all threads, after what is queued."""
-
-
-def call(work: Callable[..., T], args: tuple[Any, ...]) -> T:
-    """``work`` with what the Values among ``args`` hold."""
-    return work(*(arg.get() if isinstance(arg, Value) else arg for arg in args))
 
 
 @contextmanager
@@ -211,7 +206,7 @@ class InlineStream(Stream):
         value: Value[T] = Value()
         start = time.perf_counter_ns()
         with torch_threads(self._threads):
-            value.set(call(work, args))
+            value.set(work(*args))
         end = time.perf_counter_ns()
         self._busy_ns += end - start
         if self._record is not None:
@@ -276,7 +271,7 @@ class ThreadStream(Stream):
                 return
             start = time.perf_counter_ns()
             try:
-                value.set(call(work, args))
+                value.set(work(*args))
             except BaseException as error:
                 self._error = error
             end = time.perf_counter_ns()

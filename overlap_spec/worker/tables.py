@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ from overlap_spec.worker.extras.base import Extra, row_extras
 DEEPEST = 2**31
 
 
-@dataclass(frozen=True)
-class SamplingFeatures:
+class SamplingFeatures(NamedTuple):
     """What the requests of a step ask for beyond an argmax: the rest is skipped."""
 
     sampled: bool = False

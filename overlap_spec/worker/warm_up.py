@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,7 +17,10 @@ from overlap_spec.kernels.sampling import PURPOSES
 from overlap_spec.steps import Chunk, StepPlan
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.batch import Staging
-from overlap_spec.worker.graphs import powers_of_two
+from overlap_spec.worker.cuda_graphs import CudaGraphs
+from overlap_spec.worker.graphs import packed_sizes, powers_of_two
+from overlap_spec.worker.passes import StepTensors
+from overlap_spec.worker.recordings import Recordings
 from overlap_spec.worker.sampler import Masks, Nodes
 from overlap_spec.worker.tables import SamplingFeatures
 from overlap_spec.worker.worker import Worker
@@ -34,15 +36,46 @@ def warm_up(worker: Worker, tiers: Mapping[Tier, int], chunk_tokens: int) -> Non
         chunk_tokens: Most prompt tokens of a step.
     """
     try:
-        worker.graphs.record_all(tiers)
+        if isinstance(worker.recordings, CudaGraphs):
+            record_all(worker.recordings, tiers)
         for tier, most in tiers.items():
-            for size in worker.graphs.sizes(most):
+            for size in sizes(worker.recordings, most):
                 warm_packed(worker, tier, size)
         warm_sampler(worker)
         for tokens in powers_of_two(chunk_tokens):
             warm_chunk(worker, next(iter(tiers)), tokens)
     finally:
         forget(worker)
+
+
+def sizes(recordings: Recordings, most: int) -> list[int]:
+    """Batches of at most ``most`` rows: all that there are where each has a graph of its own, else
+    powers of two, between which no kernel differs."""
+    own = isinstance(recordings, CudaGraphs)
+    every = range(1, most + 1) if own else powers_of_two(most)
+    return sorted({recordings.padded(size) for size in every})
+
+
+def record_all(graphs: CudaGraphs, most_rows: Mapping[Tier, int]) -> None:
+    """The graphs of all steps of these tiers, of at most so many rows each. The largest go first:
+    their outputs have room for those of all others."""
+    every = [(tier, size) for tier, most in most_rows.items() for size in sizes(graphs, most)]
+    for tier, size in sorted(every, key=lambda of: -of[0].nodes * of[1]):
+        for variant in variants(graphs.runner.reads_states, tier):
+            graphs.draft(tier, size, *variant)
+        for count in packed_sizes(size, tier.nodes):
+            graphs.packed(tier, size, count)
+
+
+def variants(told: bool, tier: Tier) -> list[tuple[bool, bool]]:
+    """The kinds of drafts that steps of a tier may want, ``sampled`` and ``told``.
+
+    Args:
+        told: Whether the drafter reads the states of grammars.
+    """
+    # Wide tiers are for who has a grammar.
+    kinds = dict.fromkeys((told,) if tier.base else (told, False))
+    return list(itertools.product((False, True), kinds))
 
 
 def warm_sampler(worker: Worker) -> None:
@@ -53,7 +86,7 @@ def warm_sampler(worker: Worker) -> None:
     rows = torch.full((2,), tables.padding_row, device=runner.device)
     place = Nodes(rows, torch.zeros_like(rows), None, None)
     bits = torch.full((2, words), -1, dtype=torch.int32, device=runner.device)
-    asked = [PLAIN, replace(PLAIN, sampled=True), replace(PLAIN, sampled=True, filtered=True)]
+    asked = [PLAIN, PLAIN._replace(sampled=True), PLAIN._replace(sampled=True, filtered=True)]
     kinds = {torch.float32, runner.pool.k.dtype}
     for kind, features in itertools.product(kinds, asked):
         for masks in (None, Masks(bits, None), Masks(bits, rows * 0)):
@@ -73,15 +106,16 @@ def warm_packed(worker: Worker, tier: Tier, size: int) -> None:
     if tier.nodes == 1:
         return
     wanted = (n for n in powers_of_two(nodes - 1) if n >= size)
-    for count in sorted({worker.graphs.packed_size(tier, size, n) for n in wanted}):
+    for count in sorted({worker.recordings.packed_size(tier, size, n) for n in wanted}):
         budget = Budget(tier, count, (1,) * size, (tier.nodes,) * size)
         plan = StepPlan(0, budget, (row,) * size, (), (0,) * size, (False,) * size, 0, ())
-        drafted = worker.phases.draft(worker.plan_upload(plan, Staging()))
-        assert drafted is not None
-        roots, tree = drafted.roots, drafted.tree
+        step = planned(worker, plan)
+        worker.phases.draft(step)
+        assert step.drafted is not None
+        roots, tree, _, pack, *_ = step.drafted
         inputs = roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors
-        if drafted.pack is not None:
-            runner.verify_packed(drafted.pack, *inputs)
+        if pack is not None:
+            runner.verify_packed(pack, *inputs)
 
 
 def warm_chunk(worker: Worker, tier: Tier, tokens: int) -> None:
@@ -90,10 +124,16 @@ def warm_chunk(worker: Worker, tier: Tier, tokens: int) -> None:
     text = np.zeros(min(tokens, runner.last_position), np.int64)
     chunk = Chunk(runner.tables.padding_row, 0, text, True)
     plan = StepPlan(0, Budget(tier), (), (chunk,), (0,), (False,), 0, ())
-    batch = worker.plan_upload(plan, Staging())
-    prefilled = phases.prefill(batch)
-    accepted = phases.accept(batch, None, None, prefilled, PLAIN, None)
-    phases.extend_chunks(batch, prefilled, accepted)
+    step = planned(worker, plan)
+    for phase in (phases.prefill, phases.accept, phases.extend_chunks):
+        phase(step)
+
+
+def planned(worker: Worker, plan: StepPlan) -> StepTensors:
+    """A step of requests that ask for nothing."""
+    step = StepTensors(PLAIN)
+    step.batch = worker.plan_upload(plan, Staging())
+    return step
 
 
 def forget(worker: Worker) -> None:

@@ -18,14 +18,16 @@ from overlap_spec.drafters.grafts import graft
 from overlap_spec.steps import History, HostTrees, Int32s, Int64s, StepPlan, StepResult
 from overlap_spec.tiers import Floats
 from overlap_spec.types import Request
-from overlap_spec.worker.batch import Batch, PlanUpload, uploaded
+from overlap_spec.worker.batch import PlanUpload, uploaded
+from overlap_spec.worker.cuda_graphs import CudaGraphs
 from overlap_spec.worker.drafter_guard import DrafterGuard
+from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.extras import base as extras
-from overlap_spec.worker.graph_runner import GraphRunner
-from overlap_spec.worker.in_flight import Buffers, InFlightStep, Rotation
+from overlap_spec.worker.in_flight import InFlightStep, Rotation
 from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.passes import Accepted, Drafted, GrammarRows, Prefilled
+from overlap_spec.worker.passes import GrammarRows, StepTensors
 from overlap_spec.worker.phases import Phases
+from overlap_spec.worker.recordings import Recordings
 from overlap_spec.worker.results import ResultReader
 from overlap_spec.worker.sampler import Masks
 from overlap_spec.worker.streams import RecordSpan, Streams, Value
@@ -44,7 +46,6 @@ class Traits:
 
     Attributes:
         context_length: Longest prompt and output together, in tokens.
-        vocab_size: The target's.
         pages: Pages of the caches, page 0 included.
         page_bytes: What a page takes in all caches of this rank together.
         on_gpu: Whether steps run on a GPU.
@@ -62,7 +63,6 @@ class Traits:
     """
 
     context_length: int
-    vocab_size: int
     pages: int
     page_bytes: int
     on_gpu: bool
@@ -80,7 +80,6 @@ def traits_of(runner: ModelRunner) -> Traits:
     on_gpu = runner.device.type == "cuda"
     return Traits(
         context_length=runner.target.config.max_position,
-        vocab_size=runner.tables.vocab_size,
         pages=runner.pool.k.shape[1],
         page_bytes=sum(cache.page_bytes for cache in runner.caches),
         on_gpu=on_gpu,
@@ -88,9 +87,16 @@ def traits_of(runner: ModelRunner) -> Traits:
         drafts_on_host=runner.proposer is not None,
         guided=runner.proposer is not None and runner.proposer.guided,
         reads_states=runner.reads_states,
-        stops_drafts=runner.stops_drafts,
+        stops_drafts=runner.stepwise,
         verifies_ahead=on_gpu,
     )
+
+
+def recordings_of(drafts: Drafts, guard: DrafterGuard, recorded: bool) -> Recordings:
+    """How the passes are recorded, if they are to be."""
+    if recorded and drafts.runner.device.type == "cuda":
+        return CudaGraphs(drafts, guard)
+    return Recordings(drafts, guard, recorded)
 
 
 class Worker:
@@ -119,18 +125,22 @@ class Worker:
         # What drafts in all ranks must not fail in one.
         together = drafter is not None and not drafter.host and runner.target.config.shard.size > 1
         self.guard = DrafterGuard(config.drafter, fatal=together)
-        self.graphs = GraphRunner(runner, self.guard, config.graphs)
-        self.phases = Phases(runner, self.graphs, self.guard, config)
-        rule = self.phases.rule
-        asks = rule is not None and rule.asks_thinking
-        self.traits = replace(traits_of(runner), asks_thinking=asks)
+        drafts = Drafts(runner, coupled=not config.by_threshold)
+        self.recordings = recordings_of(drafts, self.guard, config.graphs)
+        self.phases = Phases(self.recordings, config)
+        traits, rule = traits_of(runner), self.phases.rule
+        self.traits = replace(
+            traits,
+            asks_thinking=rule is not None and rule.asks_thinking,
+            stops_drafts=traits.stops_drafts and self.phases.draft.stop is not None,
+        )
         words = -(-self._tables.vocab_size // 32)
         self.buffers = Rotation(self.rows, words, streams, self._device)
         self._reader = ResultReader(runner.tables)
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
         columns = self._tables.pages.shape[1]
         self.plan_upload = PlanUpload(
-            columns, self._tables.padding_row, self.graphs.padded, self._device
+            columns, self._tables.padding_row, self.recordings.padded, self._device
         )
         if self.traits.on_gpu:
             # Weights, caches and tables were written on a stream that ours do not wait for.
@@ -180,18 +190,21 @@ class Worker:
             buffers=self.buffers.take(plan.tier),
             accepted=accepted,
             constrained=any(grammar for _, _, grammar in plan.verified),
-            features=self._tables.features([row for _, row, _ in plan.verified]),
+            tensors=StepTensors(self._tables.features([row for _, row, _ in plan.verified])),
         )
         self.streams.begin(plan.index)
         planner = self.streams.plan
-        step.batch = planner.run("upload", self.plan_upload, plan, step.buffers.staging)
+        planner.run("upload", self._upload, step)
         planner.record(step.events.uploaded)
         self.streams.compute.wait(step.events.uploaded)
         if plan.pages:
-            self.streams.compute.run("pages", self.phases.enter_pages, step.batch)
+            self.streams.compute.run("pages", self.phases.enter_pages, step.tensors)
         if plan.chunks:
             self.streams.compute.record(step.events.pages_entered)
         return step
+
+    def _upload(self, step: InFlightStep) -> None:
+        step.tensors.batch = self.plan_upload(step.plan, step.buffers.staging)
 
     @torch.inference_mode()
     def draft(self, step: InFlightStep, histories: Sequence[History] | None = None) -> None:
@@ -207,29 +220,28 @@ class Worker:
         """:meth:`draft`, with what a drafter on the host proposed."""
         self.tell("grow", proposal)
         compute, copy = self.streams.compute, self.streams.copy
-        sampled = step.features.sampled
-        step.drafted = compute.run("draft", self._drafted, step, step.batch, sampled, proposal)
+        compute.run("draft", self._draft, step, proposal)
         if step.tree_is_read:
             compute.record(step.events.drafted)
             copy.wait(step.events.drafted)
-            copy.run("tree", _copy_tree, step.drafted, step.buffers)
+            copy.run("tree", _copy_tree, step)
             copy.record(step.events.tree_on_host)
             if self.overlap == "none":
                 step.events.tree_on_host.synchronize()
 
-    def _drafted(
-        self, step: InFlightStep, batch: Batch, sampled: bool, proposal: Proposal | None
-    ) -> Drafted | None:
+    def _draft(self, step: InFlightStep, proposal: Proposal | None) -> None:
         if step.dropped:
-            return None
+            return
         if proposal is None:
-            return self.phases.draft(batch, sampled)
+            self.phases.draft(step.tensors)
+            return
         proposed = Draft(*(uploaded(torch.from_numpy(part), self._device) for part in proposal))
         # Where nobody drafts behind, a row without a proposal has none.
         behind = self.runner.drafter is not self.runner.proposer
         if behind and (proposal[2][:, 0] == -np.inf).any():
-            return self.phases.draft(batch, sampled, over=proposed)
-        return self.phases.draft(batch, sampled, proposed)
+            self.phases.draft(step.tensors, over=proposed)
+        else:
+            self.phases.draft(step.tensors, proposed)
 
     def forget(self, history: History) -> None:
         """Tell a drafter on the host that a request has ended."""
@@ -263,10 +275,10 @@ class Worker:
         this order, since a GPU's host launches a prompt's kernels one by one meanwhile."""
         self.tell("verify")
         compute, prefill = self.streams.compute, self.streams.prefill
-        step.verified = compute.run("verify", self.phases.verify, step.drafted)
+        compute.run("verify", self.phases.verify, step.tensors)
         if step.plan.chunks:
             prefill.wait(step.events.pages_entered)
-            step.prefilled = prefill.run("prefill", self.phases.prefill, step.batch)
+            prefill.run("prefill", self.phases.prefill, step.tensors)
             prefill.record(step.events.prefilled)
             compute.wait(step.events.prefilled)
         compute.record(step.events.verified)
@@ -285,11 +297,11 @@ class Worker:
             rows are good; int32 ``(nodes, TOLD)``, the run behind each node, and its state.
         """
         trees, buffers = step.read_trees(), step.buffers
-        limits = buffers.limits.numpy()
+        limits = buffers.limits.host.numpy()
         limits.fill(step.plan.tier.steps)
         nodes = int(trees.offsets[-1])
-        rows, runs = buffers.masks[:nodes].numpy(), buffers.runs[1 : 1 + nodes].numpy()
-        return trees, rows, limits[: len(step.plan.verified)], runs
+        rows, runs = buffers.masks.host[:nodes], buffers.runs.host[1 : 1 + nodes]
+        return trees, rows.numpy(), limits[: len(step.plan.verified)], runs.numpy()
 
     @torch.inference_mode()
     def accept(self, step: InFlightStep, free: Sequence[bool] = ()) -> None:
@@ -302,57 +314,32 @@ class Worker:
                 asks for it; empty: none is.
         """
         compute, copy, planner = self.streams.compute, self.streams.copy, self.streams.plan
-        events, masks = step.events, None
+        events, step.tensors.free = step.events, free
         if step.constrained:
-            step.limits = tuple(step.buffers.limits[: len(step.plan.verified)].tolist())
-            masks = planner.run("masks", _upload_masks, step, step.batch)
+            step.limits = tuple(step.buffers.limits.host[: len(step.plan.verified)].tolist())
+            planner.run("masks", _upload_masks, step)
             planner.record(events.masks_ready)
             if self.overlap == "double-sync":
                 events.masks_ready.synchronize()
             compute.wait(events.masks_ready)
-        inside = None
-        if any(free[: len(step.plan.decode_rows)]):
-            padding = len(step.batch.get().rows) - len(step.plan.decode_rows)
-            flags = [*free[: len(step.plan.decode_rows)], *[False] * padding]
-            inside = compute.run("flags", uploaded, torch.tensor(flags), self._device)
-        step.decided = compute.run(
-            "accept",
-            self.phases.accept,
-            step.batch,
-            step.drafted,
-            step.verified,
-            step.prefilled,
-            step.features,
-            masks,
-            inside,
-        )
+        compute.run("accept", self.phases.accept, step.tensors)
         compute.record(step.accepted)
         copy.wait(step.accepted)
-        copy.run("results", _copy_results, step.decided, step.prefilled, step)
+        copy.run("results", _copy_results, step)
         copy.record(events.results_on_host)
-        step.buffers.keep = (
-            step.batch,
-            step.prefilled,
-            step.drafted,
-            step.verified,
-            masks,
-            inside,
-            step.decided,
-        )
+        step.buffers.keep = step.tensors
 
     @torch.inference_mode()
     def extend(self, step: InFlightStep) -> None:
         """Queue the drafter's way to the next root."""
         compute, prefill = self.streams.compute, self.streams.prefill
         if step.plan.decode_rows:
-            passes = step.drafted, step.verified, step.decided
-            compute.run("extend", self.phases.extend, *passes)
+            compute.run("extend", self.phases.extend, step.tensors)
         if step.plan.chunks:
-            chunks = step.batch, step.prefilled, step.decided
             # A drafter that is not recorded may not bear two threads at once.
             beside = prefill if self.runner.recorded_drafter else compute
             beside.wait(step.accepted)
-            beside.run("extend", self.phases.extend_chunks, *chunks)
+            beside.run("extend", self.phases.extend_chunks, step.tensors)
             beside.record(step.events.prefill_extended)
             compute.wait(step.events.prefill_extended)
         compute.record(step.events.free)
@@ -364,7 +351,7 @@ class Worker:
         step.dropped = self.runner.target.config.shard.size == 1
         if step.tree_is_read:
             self.streams.compute.wait(step.events.tree_on_host)
-        step.buffers.keep = (step.batch, step.drafted, step.verified)
+        step.buffers.keep = step.tensors
         self.streams.compute.record(step.events.free)
 
     @torch.inference_mode()
@@ -383,7 +370,7 @@ class Worker:
         events.results_on_host.synchronize()
         step.settle()
         plan = step.plan
-        exposed_ms, idle_ms = 0.0, 0.0
+        exposed_ms, idle_ms, step_ms = 0.0, 0.0, None
         rows = self._reader.read(step)
         self.streams.note()
         if step.constrained:
@@ -396,48 +383,45 @@ class Worker:
                 self._record("compute", "exposed", start, end, plan.index)
         if before is not None:
             idle_ms = before.accepted.idle_ms(step.accepted)
-        verified = step.verified.get()
+            step_ms = before.accepted.elapsed_ms(step.accepted)
+        verified = step.tensors.verified
         verified_rows = 0 if verified is None else len(verified.logits)
         told = extras.read(plan, step.extras)
-        return StepResult(plan, rows, exposed_ms, idle_ms, verified_rows, told)
+        return StepResult(plan, rows, exposed_ms, idle_ms, step_ms, verified_rows, told)
 
     def close(self) -> None:
         """End the streams' threads, and free all memory; nothing can be run any more."""
         self.streams.close()
         self.buffers.clear()
-        self.graphs.clear()
+        self.recordings.clear()
         self.runner.release()
 
 
-def _copy_tree(drafted: Drafted | None, buffers: Buffers) -> None:
-    if drafted is not None:
-        links = drafted.links.flatten()
-        buffers.links[: len(links)].copy_(links, non_blocking=True)
+def _copy_tree(step: InFlightStep) -> None:
+    if step.tensors.drafted is not None:
+        links = step.tensors.drafted.links.flatten()
+        step.buffers.links[: len(links)].copy_(links, non_blocking=True)
 
 
-def _upload_masks(step: InFlightStep, batch: Batch) -> GrammarRows:
+def _upload_masks(step: InFlightStep) -> GrammarRows:
     """What the lane wrote, on the device: no more rows than nodes have one."""
-    plan, buffers, requests = step.plan, step.buffers, len(batch.rows)
+    plan, buffers, requests = step.plan, step.buffers, len(step.tensors.batch.rows)
     assert step.trees is not None
-    count = int(step.trees.offsets[-1])
-    places = buffers.device_places[: requests * plan.tier.nodes + len(plan.final_chunks)]
-    rows, limits = buffers.device_masks[:count], buffers.device_limits[:requests]
-    runs = buffers.device_runs
-    if buffers.device_masks is not buffers.masks:
-        rows.copy_(buffers.masks[:count], non_blocking=True)
-        limits.copy_(buffers.limits[:requests], non_blocking=True)
-        runs[1 : 1 + count].copy_(buffers.runs[1 : 1 + count], non_blocking=True)
-        places.copy_(buffers.places[: len(places)], non_blocking=True)
-    every = count == len(plan.decode_rows) * plan.tier.nodes + len(plan.final_chunks)
-    return GrammarRows(Masks(rows, None if every else places), limits, runs, places)
+    count, nodes, final = int(step.trees.offsets[-1]), plan.tier.nodes, len(plan.final_chunks)
+    places = buffers.places.upload(requests * nodes + final)
+    every = count == len(plan.decode_rows) * nodes + final
+    masks = Masks(buffers.masks.upload(count), None if every else places)
+    limits, runs = buffers.limits.upload(requests), buffers.runs.upload(1 + count)
+    step.tensors.grammar = GrammarRows(masks, limits, runs, places)
+    return step.tensors.grammar
 
 
-def _copy_results(accepted: Accepted, prefilled: Prefilled | None, step: InFlightStep) -> None:
-    room = step.buffers.results
+def _copy_results(step: InFlightStep) -> None:
+    room, prefilled = step.buffers.results, step.tensors.prefilled
     if prefilled is not None:
         told = prefilled.extras.items()
         step.extras = {name: tuple(map(_to_host, found)) for name, found in told}
-    for part in accepted:
+    for part in step.tensors.decided:
         if part is None:
             continue
         host = room[: part.packed.numel()].view(part.packed.shape)

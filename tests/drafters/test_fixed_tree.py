@@ -15,6 +15,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.tree_file import MOST_NODES, read_tree
 from overlap_spec.tiers import Tier
 from overlap_spec.types import Output
+from overlap_spec.worker.passes import StepTensors
 from tests.support.tiers import few
 
 PROMPT = "the train to platform 4 leaves at 10:15"
@@ -108,11 +109,10 @@ def test_each_node_is_its_parents_next_best_token(
         kept: list[Any] = []
         draft = phases.draft
 
-        def keep(*arguments: Any) -> Any:
-            drafted = draft(*arguments)
-            if drafted is not None:
-                kept.append(drafted.tree)
-            return drafted
+        def keep(step: StepTensors, *arguments: Any) -> None:
+            draft(step, *arguments)
+            if step.drafted is not None:
+                kept.append(step.drafted.tree)
 
         phases.draft = keep
         output = engine.generate(prompt, None, {"max_tokens": 4, "temperature": 0}, raw=True)

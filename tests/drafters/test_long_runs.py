@@ -73,14 +73,14 @@ def test_a_run_beyond_the_depth_is_one_verify(
     found = {}
     for overlap in OVERLAPS:
         with Engine(**settings, overlap=overlap) as engine:
-            assert engine.core.widens
+            assert engine.core.budgets.widens
             outputs = answers(engine)
             assert key(outputs) == key(plain)
             assert engine.snapshot()["drafter"]["faults"] == 0
             assert engine.snapshot()["pages_in_use"] == 0
             found[overlap] = lengths(outputs)
             if overlap == "once-sync":
-                engine.core.widens = False
+                engine.core.budgets.widens = False
                 short = answers(engine)
                 assert key(short) == key(plain)
     assert found["none"] == found["double-sync"] == found["once-sync"]
@@ -139,7 +139,7 @@ def test_chaos_with_long_runs_that_are_wrong(
     monkeypatch.setattr(ForcedRuns, "tokens", corrupt)
     chaos.start(monkeypatch, first)
     with oracle, chaos.build(tiny, **settings, **small, adaptive="static") as engine:
-        assert engine.core.widens
+        assert engine.core.budgets.widens
         chaos.outputs_equal(oracle, engine, first, 8)
         assert engine.snapshot()["drafter"]["faults"] == 0
 

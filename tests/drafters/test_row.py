@@ -16,7 +16,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.steps import History
 from overlap_spec.tiers import Tier
-from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.drafts import Drafts
 
 CHAIN = Tier(4, 1, 5)
 
@@ -124,13 +124,13 @@ def test_what_is_no_row_is_an_error(tiny: dict[str, Any], named: str, said: str)
 def test_both_draft_in_an_engine(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeated text beside free text: some trees are the host's, others the head's."""
     overlaid = []
-    before = ModelRunner.overlay
+    before = Drafts.overlay
 
     def overlay(*given: Any) -> Any:
         overlaid.append(given)
         return before(*given)
 
-    monkeypatch.setattr(ModelRunner, "overlay", overlay)
+    monkeypatch.setattr(Drafts, "overlay", overlay)
     prompts = ["abcabcabcabc", "xyz xyz xyz", "0123456789"]
     grammars = [Grammar.regex("(abcdefghij){9}"), None, Grammar.regex("[a-d]{60}")]
     asked = {"max_tokens": 90, "temperature": 0}

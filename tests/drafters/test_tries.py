@@ -155,7 +155,7 @@ def test_where_requests_lose_their_pages(still: dict[str, Any]) -> None:
     small = {"max_total_tokens": 288, "page_size": 8, "chunked_prefill_size": 16}
     small["max_running_requests"] = 2
     with Engine(**still, **DRAFTERS["tree"], adaptive="static", **small) as engine:
-        assert engine.core.widens
+        assert engine.core.budgets.widens
         got = engine.generate(prompts, grammars, SAMPLINGS[0])
         assert engine.snapshot()["pages_in_use"] == 0
     assert key(got) == key(want)

@@ -175,4 +175,4 @@ def test_what_is_refused(still: dict[str, Any]) -> None:
         whole = engine.generate(ids, max_tokens=1, prompt_logprobs=1023).prompt_logprobs[1]
         assert whole is not None
         # As many as there are tokens.
-        assert len(whole.top) == engine.core.worker.traits.vocab_size
+        assert len(whole.top) == engine.core.worker.runner.tables.vocab_size

@@ -19,8 +19,9 @@ from overlap_spec.engine import Engine
 from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.tiers import Tier
+from overlap_spec.worker.cuda_graphs import CudaGraphs
+from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.grammar_drafts import GrammarDrafts
-from overlap_spec.worker.graph_runner import GraphRunner
 from overlap_spec.worker.model_runner import ModelRunner
 from tests.support import checkpoints
 from tests.support.capture import Capture, CaptureError, as_on_a_gpu, engine_of
@@ -100,21 +101,20 @@ def tiers_of(engine: Engine) -> tuple[Tier, ...]:
     """All that a plan may have."""
     own = engine.core.policy.tiers
     wide = [wide_tier(tier) for tier in own if tier.steps and not tier.parents]
-    return (*own, *wide) if engine.core.widens else own
+    return (*own, *wide) if engine.core.budgets.widens else own
 
 
-def record(graphs: GraphRunner, tiers: tuple[Tier, ...], sizes: tuple[int, ...] = SIZES) -> int:
+def record(graphs: CudaGraphs, tiers: tuple[Tier, ...], sizes: tuple[int, ...] = SIZES) -> int:
     """Everything that steps may ask for; how many passes that is."""
     for tier in tiers:
         for size in sizes:
             for sampled, told in product((False, True), repeat=2):
-                graphs.find_draft(tier, size, sampled, told)
-            for find in (graphs.find_verify, graphs.find_commit, graphs.find_extend):
-                find(tier, size)
+                graphs.draft(tier, size, sampled, told)
+            graphs.behind(tier, size)
             if tier.nodes > 1:
                 # A node more than the roots, and all but one.
                 for nodes in {size + 1, size * tier.nodes - 1}:
-                    graphs.find_packed(tier, size, nodes)
+                    graphs.packed(tier, size, nodes)
     return graphs.count
 
 
@@ -273,13 +273,13 @@ def place(function: Callable[[pytest.MonkeyPatch, Fault], None]) -> Any:
 
 @place
 def draft(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    roots = ModelRunner.known_roots
+    roots = Drafts.known_roots
 
-    def spoilt(runner: ModelRunner, rows: Tensor, pages: Tensor) -> Any:
+    def spoilt(drafts: Drafts, rows: Tensor, pages: Tensor) -> Any:
         fault(rows)
-        return roots(runner, rows, pages)
+        return roots(drafts, rows, pages)
 
-    monkeypatch.setattr(ModelRunner, "known_roots", spoilt)
+    monkeypatch.setattr(Drafts, "known_roots", spoilt)
 
 
 @place

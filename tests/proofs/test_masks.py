@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.passes import GrammarRows
+from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
 from tests.support import chaos
 
@@ -41,9 +40,13 @@ def uploaded(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tupl
     steps: list[tuple[int, int, int]] = []
     accept = Phases.accept
 
-    def noted(phases: Phases, batch: Batch, drafted: Any, *rest: Any) -> Any:
-        plan, trees = batch.plan, batch.trees
-        grammar: GrammarRows | None = rest[3]
+    def noted(phases: Phases, step: StepTensors) -> None:
+        plan, trees, drafted, grammar = (
+            step.batch.plan,
+            step.batch.trees,
+            step.drafted,
+            step.grammar,
+        )
         if grammar is not None:
             told = [has_one for _, _, has_one in plan.verified]
             need = sum(reached(drafted.links[:, n]) for n in range(trees) if told[n])
@@ -51,7 +54,7 @@ def uploaded(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tupl
             rows = grammar.masks.rows
             every = trees * plan.tier.nodes + len(plan.final_chunks)
             steps.append((rows.nbytes, need * rows[0].nbytes, every * rows[0].nbytes))
-        return accept(phases, batch, drafted, *rest)
+        accept(phases, step)
 
     monkeypatch.setattr(Phases, "accept", noted)
     fixed = {"adaptive": "static", "num_steps": 5, "tries": True, "max_running_requests": 5}

@@ -19,15 +19,16 @@ from overlap_spec.kernels import attention
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker import build as build_module
+from overlap_spec.worker import phases as phases_module
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import Chunks, Staging
+from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.extras import choices as choices_module
-from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep
+from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep, Mirrored
 from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
-from tests.support.held_graphs import HeldGraphs
+from tests.support.held_graphs import all_columns, held_graphs
 from tests.support.race import (
     HOST,
     PLAIN_NUMPY,
@@ -66,7 +67,11 @@ def watch_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         found = trees(worker, step)
         nodes = int(found[0].offsets[-1])
         buffers = step.buffers
-        for buffer in (buffers.masks[:nodes], buffers.runs[1 : 1 + nodes], buffers.limits):
+        for buffer in (
+            buffers.masks.host[:nodes],
+            buffers.runs.host[1 : 1 + nodes],
+            buffers.limits.host,
+        ):
             world.by_host(buffer, write=True)
         return found
 
@@ -80,7 +85,8 @@ def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     def buffers(self: Buffers, *args: Any) -> None:
         make_buffers(self, *args)
         for name in ("masks", "limits", "runs", "places"):
-            setattr(self, f"device_{name}", getattr(self, name).clone())
+            host = getattr(self, name).host
+            setattr(self, name, Mirrored(host, host.clone()))
 
     def events(self: Events, *args: Any) -> None:
         make_events(self, *args)
@@ -92,7 +98,7 @@ def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         Staging, "upload", lambda _, numbers, __: torch.from_numpy(numbers.copy()).clone()
     )
-    for module in (worker_module, choices_module):
+    for module in (worker_module, phases_module, choices_module):
         monkeypatch.setattr(module, "uploaded", lambda host, _: world.upload(host))
     monkeypatch.setattr(engine_build, "build_streams", lambda *_: ClockStreams(world))
     # Weights that are packed for the CPU are no tensors of the device's kind.
@@ -109,8 +115,8 @@ def watched(
     watch_host(world, monkeypatch)
     give_the_device_memory(world, monkeypatch)
     if held:
-        monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
-        monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
+        monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
+        monkeypatch.setattr(DraftPhase, "_visible", all_columns)
     more = {"lane_threads": 0, "mask_deadline_ms": None, "graphs": held, **settings}
     with Watch(world), chaos.build(tiny, **more) as engine:
         worker = engine.core.worker

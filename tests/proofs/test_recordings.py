@@ -22,10 +22,14 @@ from overlap_spec.kernels import Tree
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.tiers import Tier
-from overlap_spec.worker import graph_runner as graph_module
+from overlap_spec.worker import cuda_graphs as graph_module
+from overlap_spec.worker import warm_up
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.build import graph_bytes
-from overlap_spec.worker.graph_runner import GraphRunner
+from overlap_spec.worker.cuda_graphs import CudaGraphs
+from overlap_spec.worker.draft_phase import DraftPhase
+from overlap_spec.worker.drafts import Drafts
+from overlap_spec.worker.examples import padding
 from overlap_spec.worker.graphs import (
     graph_size,
     packed_size,
@@ -34,12 +38,10 @@ from overlap_spec.worker.graphs import (
     powers_of_two,
 )
 from overlap_spec.worker.in_flight import Buffers, Rotation
-from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.capture import Kernels, as_on_a_gpu, engine_of
-from tests.support.held_graphs import HeldGraphs
+from tests.support.held_graphs import HeldGraphs, all_columns, held_graphs
 from tests.support.tiers import few
 
 CHAIN: dict[str, Any] = {"num_steps": 5, "tries": True}
@@ -50,8 +52,8 @@ WORDS = Grammar.choice(["alpha", "beta", "alphabet", "gamma rays"])
 @pytest.fixture
 def as_served_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
-    monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
+    monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
+    monkeypatch.setattr(DraftPhase, "_visible", all_columns)
     traits = worker_module.traits_of
     monkeypatch.setattr(
         worker_module, "traits_of", lambda runner: replace(traits(runner), compiles=True)
@@ -72,7 +74,7 @@ def made_while_serving(
     monkeypatch.setattr(Buffers, "__init__", noted)
     fixed = {"overlap": "none", "max_running_requests": 6, "mask_deadline_ms": None, **settings}
     with chaos.build(tiny, **fixed) as engine:
-        graphs = engine.core.worker.graphs
+        graphs = engine.core.worker.recordings
         ready, buffers = graphs.count, len(made)
         assert ready > 20
         assert buffers == 2
@@ -114,13 +116,13 @@ def every_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def powers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of powers of two, as kernels differ."""
-    sizes = lambda self, most: [self.padded(n) for n in powers_of_two(most)]  # noqa: E731
-    monkeypatch.setattr(HeldGraphs, "sizes", sizes)
+    sizes = lambda of, most: [of.padded(n) for n in powers_of_two(most)]  # noqa: E731
+    monkeypatch.setattr(warm_up, "sizes", sizes)
 
 
 def one_kind_of_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    variants = HeldGraphs._variants
-    monkeypatch.setattr(HeldGraphs, "_variants", lambda *of: variants(*of)[:1])
+    variants = warm_up.variants
+    monkeypatch.setattr(warm_up, "variants", lambda *of: variants(*of)[:1])
 
 
 def no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,7 @@ def outputs_of(engine: Engine) -> tuple[int, int, int]:
     core = engine.core
     limits = batches(engine.config, core.policy, with_wide(core.policy.tiers))
     with as_on_a_gpu(core.worker) as (_, graphs, _):
-        graphs.record_all(limits)
+        warm_up.record_all(graphs, limits)
         assert core.worker.guard.fault is None
         assert graphs.count == at_start(core.worker, limits)
         seen: dict[int, int] = {}
@@ -205,13 +207,13 @@ def test_outputs_of_all_graphs_fit_into_what_is_set_aside(chain_engine: Engine) 
 def test_outputs_that_do_not_share_their_memory_are_seen(
     chain_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = GraphRunner._make_target
+    make = CudaGraphs.make_target
 
-    def apart(self: GraphRunner, *of: Any) -> Any:
+    def apart(self: CudaGraphs, *of: Any) -> Any:
         self._outputs = ()
         return make(self, *of)
 
-    monkeypatch.setattr(GraphRunner, "_make_target", apart)
+    monkeypatch.setattr(CudaGraphs, "make_target", apart)
     runner = chain_engine.core.worker.runner
     own, _, nodes = outputs_of(chain_engine)
     layers = len(runner.feature_layers)
@@ -221,14 +223,14 @@ def test_outputs_that_do_not_share_their_memory_are_seen(
 def at_start(worker: Worker, limits: Mapping[Tier, int]) -> int:
     """How many graphs a GPU records before the first request; nothing is recorded."""
 
-    def entered(graphs: GraphRunner, key: tuple[Any, ...], *_: Any) -> Any:
+    def entered(graphs: CudaGraphs, key: tuple[Any, ...], *_: Any) -> Any:
         graphs._known[key] = key
         return key
 
-    graphs = HeldGraphs(worker.runner, worker.guard, True)
+    graphs = HeldGraphs(worker.recordings.drafts, worker.guard)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GraphRunner, "_new", entered)
-        graphs.record_all(limits)
+        patch.setattr(CudaGraphs, "_new", entered)
+        warm_up.record_all(graphs, limits)
     return len(graphs._known)
 
 
@@ -306,10 +308,10 @@ def kernels_of_drafts(engine: Engine, wide: bool) -> dict[tuple[bool, bool], int
     (own,) = engine.core.policy.tiers
     tier = wide_tier(own) if wide else own
     with as_on_a_gpu(engine.core.worker) as (_, graphs, launches):
-        given = graphs._padding(2)
+        given = padding(graphs.runner, 2)
         return {
-            kind: kernels(launches, partial(graphs._runner.draft_trees, tier, *kind, *given))
-            for kind in graphs._variants(tier)
+            kind: kernels(launches, partial(graphs.drafts.trees, tier, *kind, *given))
+            for kind in warm_up.variants(graphs.runner.reads_states, tier)
         }
 
 
@@ -324,13 +326,13 @@ def test_drafts_have_few_kernels(chain_engine: Engine) -> None:
 
 
 def test_a_kernel_too_many_is_seen(chain_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    within = ModelRunner.draft_roots
+    within = Drafts.roots
 
-    def wasteful(runner: ModelRunner, *of: Any) -> Any:
-        roots = within(runner, *of)
+    def wasteful(drafts: Drafts, *of: Any) -> Any:
+        roots = within(drafts, *of)
         return roots._replace(tokens=sum([roots.tokens.clone() for _ in range(20)], roots.tokens))
 
-    monkeypatch.setattr(ModelRunner, "draft_roots", wasteful)
+    monkeypatch.setattr(Drafts, "roots", wasteful)
     found, budget = kernels_of_drafts(chain_engine, False), BUDGETS["draft"]
     assert all(found[kind] > budget[kind] for kind in ((False, False), (True, False)))
 
@@ -340,18 +342,18 @@ def test_a_step_replays_the_draft_that_it_wants(
 ) -> None:
     """Greedy and without a grammar neither noise nor states are computed."""
     (tier,), noted = chain_engine.core.policy.tiers, list[tuple[bool, bool]]()
-    draft_trees = ModelRunner.draft_trees
+    trees = Drafts.trees
 
-    def spied(runner: ModelRunner, tier: Any, sampled: bool, told: bool, *of: Any) -> Any:
+    def spied(drafts: Drafts, tier: Any, sampled: bool, told: bool, *of: Any) -> Any:
         noted.append((sampled, told))
-        return draft_trees(runner, tier, sampled, told, *of)
+        return trees(drafts, tier, sampled, told, *of)
 
-    monkeypatch.setattr(ModelRunner, "draft_trees", spied)
+    monkeypatch.setattr(Drafts, "trees", spied)
     with as_on_a_gpu(chain_engine.core.worker) as (_, graphs, _):
         for tier_, kinds in ((tier, 4), (wide_tier(tier), 2)):
-            variants = graphs._variants(tier_)
+            variants = warm_up.variants(graphs.runner.reads_states, tier_)
             assert len(variants) == kinds
-            first, *others = [graphs.find_draft(tier_, 2, *kind) for kind in variants]
+            first, *others = [graphs.draft(tier_, 2, *kind) for kind in variants]
             # What comes behind takes any one's outputs where they are.
             for other in others:
                 assert other is not first
@@ -359,7 +361,7 @@ def test_a_step_replays_the_draft_that_it_wants(
             for kind in variants[1:]:
                 noted.clear()
                 graphs._known.pop(("draft", tier_, *kind, 2))
-                graphs.find_draft(tier_, 2, *kind)
+                graphs.draft(tier_, 2, *kind)
                 assert set(noted) == {kind}
 
 
@@ -368,10 +370,10 @@ def test_other_passes_have_few_kernels(chain_engine: Engine) -> None:
     (tier,) = chain_engine.core.policy.tiers
     layers = runner.target.config.num_layers
 
-    def passes(graphs: GraphRunner) -> Iterator[tuple[str, Callable[[], Any]]]:
-        own, rows = graphs._runner, 2
-        given = graphs._padding(rows)
-        _, roots, _, _, *tensors = own.dead_trees(tier, *given)
+    def passes(graphs: CudaGraphs) -> Iterator[tuple[str, Callable[[], Any]]]:
+        own, rows = graphs.runner, 2
+        given = padding(graphs.runner, rows)
+        _, roots, _, _, *tensors = graphs.drafts.dead(tier, *given)
         tree = Tree(*tensors)
         inputs = given[1], roots, tree.tokens, tree.depths, tree.ancestors
         yield "verify", lambda: own.verify_trees(tier, *inputs)

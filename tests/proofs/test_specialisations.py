@@ -15,9 +15,9 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.tiers import SlotPolicy
 from overlap_spec.worker import warm_up as warm_up_module
 from overlap_spec.worker import worker as worker_module
-from overlap_spec.worker.phases import Phases
+from overlap_spec.worker.draft_phase import DraftPhase
 from tests.support import chaos
-from tests.support.held_graphs import HeldGraphs
+from tests.support.held_graphs import HeldGraphs, all_columns, held_graphs
 from tests.support.specialisations import Key, noted_kernels
 from tests.support.tiers import few
 
@@ -40,8 +40,8 @@ EVERYTHING: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
-    monkeypatch.setattr(Phases, "_visible", lambda self, _: self.tables.pages.shape[1])
+    monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
+    monkeypatch.setattr(DraftPhase, "_visible", all_columns)
     traits = worker_module.traits_of
     monkeypatch.setattr(
         worker_module, "traits_of", lambda runner: replace(traits(runner), compiles=True)
@@ -104,13 +104,13 @@ def test_tiers_are_warm_at_the_sizes_that_take_them(
     if largest is not None:
         monkeypatch.setattr(SlotPolicy, "largest_batch", lambda *_: largest)
     warmed: set[tuple[int, int]] = set()
-    find = HeldGraphs.find_verify
+    find = HeldGraphs.verify
 
     def noted(graphs: Any, tier: Any, size: int) -> Any:
         warmed.add((tier.steps, size))
         return find(graphs, tier, size)
 
-    monkeypatch.setattr(HeldGraphs, "find_verify", noted)
+    monkeypatch.setattr(HeldGraphs, "verify", noted)
     after = late(tiny, "several", range(0), serve_many, max_running_requests=12, num_steps=steps)
     assert bool(after) is (largest is not None)
     sizes = {size for taken, size in warmed if taken == 7}

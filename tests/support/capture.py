@@ -31,7 +31,8 @@ from overlap_spec.engine import Engine
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.kernels.triton.launch import Launch, recorded
 from overlap_spec.worker import build as build_module
-from overlap_spec.worker.graph_runner import GraphRunner
+from overlap_spec.worker import recordings as recordings_module
+from overlap_spec.worker.cuda_graphs import CudaGraphs
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 
@@ -218,7 +219,7 @@ class Makers(TorchFunctionMode):
 
 
 @contextmanager
-def as_on_a_gpu(worker: Worker) -> Iterator[tuple[Capture, GraphRunner, list[Launch]]]:
+def as_on_a_gpu(worker: Worker) -> Iterator[tuple[Capture, CudaGraphs, list[Launch]]]:
     """A worker's passes as a GPU would run them: its captures, its recordings, its launches.
 
     Of an engine that does nothing else meanwhile; it is as before then.
@@ -244,15 +245,13 @@ def as_on_a_gpu(worker: Worker) -> Iterator[tuple[Capture, GraphRunner, list[Lau
         for name, stand in stands.items():
             stack.enter_context(patch(name, stand))
         # Results without values are not compared.
-        stack.enter_context(patch.object(GraphRunner, "_same", lambda *_: True))
+        stack.enter_context(patch.object(recordings_module, "same", lambda *_: True))
         for mode in (capture, Makers(capture), use("triton"), torch.inference_mode()):
             stack.enter_context(mode)
         launches = stack.enter_context(recorded())
         try:
             exchange.exchange(worker.runner)
-            graphs = GraphRunner(worker.runner, worker.guard, True)
-            graphs._cuda = True
-            yield capture, graphs, launches
+            yield capture, CudaGraphs(worker.recordings.drafts, worker.guard), launches
         finally:
             exchange.undo()
             shape_of.cache_clear()

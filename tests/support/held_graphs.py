@@ -6,10 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from overlap_spec.steps import StepPlan
+from overlap_spec.worker.cuda_graphs import CudaGraphs
+from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.drafter_guard import DrafterGuard
-from overlap_spec.worker.graph_runner import GraphRunner
+from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.graphs import Recorded, Tensors
-from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.recordings import Recordings
 
 
 class Held(Recorded):
@@ -38,14 +41,20 @@ class Held(Recorded):
         return self._inputs
 
 
-class HeldGraphs(GraphRunner):
-    def __init__(self, runner: ModelRunner, guard: DrafterGuard, enabled: bool) -> None:
-        super().__init__(runner, guard, enabled)
-        self._cuda = True
-
-    def _make(self, work: Any, *inputs: Tensor, into: Tensors | None = None) -> Recorded:
+class HeldGraphs(CudaGraphs):
+    def make(self, work: Any, inputs: Tensors, into: Tensors | None = None) -> Recorded:
         self.count += 1
         return Held(work, inputs, into)
 
-    def _reserved(self) -> int:
+    def reserved(self) -> int:
         return 0
+
+
+def all_columns(phase: DraftPhase, _: StepPlan) -> int:
+    """In the place of what a CPU's trees read of the page tables."""
+    return phase.runner.tables.pages.shape[1]
+
+
+def held_graphs(drafts: Drafts, guard: DrafterGuard, recorded: bool) -> Recordings:
+    """In the place of :func:`overlap_spec.worker.worker.recordings_of`."""
+    return HeldGraphs(drafts, guard) if recorded else Recordings(drafts, guard, False)

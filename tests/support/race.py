@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from overlap_spec.worker.streams import Event, Stream, Streams, Value, call
+from overlap_spec.worker.streams import Event, Stream, Streams, Value
 
 # The last is what the host queues outside of its streams: no stream waits for it.
 ACTORS = ("host", "compute", "prefill", "plan", "copy", "default")
@@ -295,7 +295,7 @@ class ClockStream(Stream):
         world.join(self.actor, world.clocks[HOST])
         world.clocks[self.actor][self.actor] += 1
         with world.at_work(self.actor, label):
-            value.set(call(work, args))
+            value.set(work(*args))
         world.poll()
         return value
 

@@ -13,7 +13,7 @@ from overlap_spec.kernels.dispatch import use
 from overlap_spec.types import Output
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker import worker as worker_module
-from overlap_spec.worker.phases import Phases
+from overlap_spec.worker.draft_phase import DraftPhase
 from tests.support.kernel_harness import poisoned
 from tests.support.kernel_memory import LAUNCHED
 
@@ -56,12 +56,10 @@ def answers(
         # Weights that are packed for the CPU would pass kernels by.
         stack.enter_context(patch.object(build_module, "pack", lambda _: None))
         if held:
-            from tests.support.held_graphs import HeldGraphs
+            from tests.support.held_graphs import all_columns, held_graphs
 
-            stack.enter_context(patch.object(worker_module, "GraphRunner", HeldGraphs))
-            stack.enter_context(
-                patch.object(Phases, "_visible", lambda phases, _: phases.tables.pages.shape[1])
-            )
+            stack.enter_context(patch.object(worker_module, "recordings_of", held_graphs))
+            stack.enter_context(patch.object(DraftPhase, "_visible", all_columns))
         engine = stack.enter_context(Engine(**{**SETTINGS, "graphs": held, **settings}))
         exempt(engine)
         stack.callback(LAUNCHED.forget)

@@ -59,13 +59,13 @@ def test_a_closed_engine_holds_nothing(tiny: dict[str, Any], overlap: str) -> No
     engine = Engine(**tiny, overlap=overlap, device="cpu")
     engine.generate("one", Grammar.json_object(), {"max_tokens": 8})
     runner = engine.core.worker.runner
-    assert engine.core.worker.graphs.count
+    assert engine.core.worker.recordings.count
     assert engine.compiler.snapshot()["cache_bytes"]
     held = [weakref.ref(t) for t in (*runner.parameters(), *runner.buffers())]
     assert len(held) > 30
     engine.close()
     assert [ref().shape for ref in held if ref() is not None] == []  # type: ignore[union-attr]
-    assert engine.core.worker.graphs.count == 0
+    assert engine.core.worker.recordings.count == 0
     assert engine.compiler.snapshot()["cache_bytes"] == 0
     # What it says of itself is still there.
     assert engine.snapshot()["pages_in_use"] == 0

@@ -75,7 +75,7 @@ def test_text_of_two_ranks_is_that_of_one(
         (other,) = pids(engine)
         equal(oracle, engine, mixed())
         assert engine.core.scheduler.preemptions > 0
-        assert engine.core.worker.graphs.count > 0
+        assert engine.core.worker.recordings.count > 0
         rank_1_is_in_the_timeline(engine)
     assert ended([other])
     assert set(threading.enumerate()) <= before

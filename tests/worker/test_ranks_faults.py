@@ -33,7 +33,7 @@ from overlap_spec.worker.follower import Spans, follow
 from overlap_spec.worker.in_flight import Buffers, InFlightStep
 from overlap_spec.worker.lead import LeadWorker
 from overlap_spec.worker.messages import Call, encode_calls, pack_decision, take_decision
-from overlap_spec.worker.passes import Accepted
+from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.results import NOT_NUMBERS
 from overlap_spec.worker.streams import InlineStream, InlineStreams, Value
@@ -219,8 +219,8 @@ def a_step(tokens: list[int]) -> InFlightStep:
     streams, tier = InlineStreams(), Tier(2, 1, 3)
     buffers = Buffers(tier, 1, 1, streams, torch.device("cpu"))
     plan = StepPlan(0, Budget(tier), (0,), (), (7,), (True,), 9, ())
-    step = InFlightStep(plan, buffers, streams.event(), True, SamplingFeatures())
-    step.batch.set(PlanUpload(1, 1, int, torch.device("cpu"))(plan, Staging()))
+    step = InFlightStep(plan, buffers, streams.event(), True, StepTensors(SamplingFeatures()))
+    step.tensors.batch = PlanUpload(1, 1, int, torch.device("cpu"))(plan, Staging())
     buffers.links[:9] = torch.tensor([*tokens, 1, 2, -1, -1, -1, -1])
     streams.copy.record(step.events.tree_on_host)
     return step
@@ -229,9 +229,9 @@ def a_step(tokens: list[int]) -> InFlightStep:
 def test_a_decision_over_other_trees_is_refused() -> None:
     own, same, other = (a_step(tokens) for tokens in ([5, 6, 7], [5, 6, 7], [5, 6, 8]))
     own.read_trees()
-    own.buffers.masks[:3] = torch.tensor([[1], [2], [4]])
-    own.buffers.runs[1:4] = 9
-    own.buffers.limits.fill_(2)
+    own.buffers.masks.host[:3] = torch.tensor([[1], [2], [4]])
+    own.buffers.runs.host[1:4] = 9
+    own.buffers.limits.host.fill_(2)
     for step in (same, other):
         left = deque(pack_decision(own, True, [True]))
         receive = lambda tensor, left=left: tensor.copy_(left.popleft())  # noqa: E731
@@ -241,7 +241,7 @@ def test_a_decision_over_other_trees_is_refused() -> None:
             continue
         assert take_decision(step, receive) == (True, [True])
         for name in ("masks", "limits", "runs"):
-            assert torch.equal(getattr(step.buffers, name), getattr(own.buffers, name))
+            assert torch.equal(getattr(step.buffers, name).host, getattr(own.buffers, name).host)
     (dropped,) = pack_decision(own, False)
     assert take_decision(other, lambda tensor: tensor.copy_(dropped)) == (False, [False])
 
@@ -249,14 +249,15 @@ def test_a_decision_over_other_trees_is_refused() -> None:
 class NoPasses(Phases):
     """Computes nothing."""
 
-    def draft(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *of: Any) -> None:
+        super().__init__(*of)
+        self.draft = lambda *_, **__: None  # type: ignore[assignment]
 
-    def verify(self, *_: Any) -> None: ...
+    def verify(self, _: StepTensors) -> None: ...
 
-    def accept(self, *_: Any) -> Accepted:
-        return Accepted(None, None)
+    def accept(self, _: StepTensors) -> None: ...
 
-    def extend(self, *_: Any) -> None: ...
+    def extend(self, _: StepTensors) -> None: ...
 
 
 class Steps:

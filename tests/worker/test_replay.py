@@ -17,11 +17,12 @@ from overlap_spec.kernels import Tree
 from overlap_spec.steps import BY_NONE, DEAD, FEW_TOKENS, LOST, STATE_WIDTH, TOLD
 from overlap_spec.tiers import Tier
 from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.graphs import Tensors, TracedGraph, padded, padded_size
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
-from tests.support.held_graphs import HeldGraphs
+from tests.support.held_graphs import all_columns, held_graphs
 from tests.support.tiers import few
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -110,15 +111,16 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             rows = torch.cat([rows, rows.new_full((size - batch,), tables.padding_row)])
             pages = tables.pages[rows, :columns]
             verify, commit = (
-                find(own, size) for find in (worker.graphs.find_verify, worker.graphs.find_commit)
+                find(own, size) for find in (worker.recordings.verify, worker.recordings.commit)
             )
-            extend = worker.graphs.find_extend(own, size)
+            extend = worker.recordings.extend(own, size)
             # Recording wrote to the row of padding, and to page 0.
             tables.committed[:batch] = torch.arange(batch, device=device) + 7
             for told in product((True, False), repeat=2):
-                want = tuple(x.clone() for x in runner.draft_trees(own, *told, rows, pages))
-                recorded = worker.graphs.find_draft(own, size, *told)
-                assert recorded is not None
+                want = tuple(
+                    x.clone() for x in worker.recordings.drafts.trees(own, *told, rows, pages)
+                )
+                recorded = worker.recordings.draft(own, size, *told)
                 got = recorded(rows, pages)
                 drafted = set(got[4][0, 1:].tolist())
                 assert own.steps == 0 or bool(drafted & {50, 51}) == told[1]
@@ -149,7 +151,6 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             close([x[:batch] for x in commit(*given)], [x[:batch] for x in done])
             close(state(runner), after)
 
-            assert extend is not None
             chosen = torch.randint(200, (batch, own.steps + 1), generator=generator)
             path = torch.arange(own.steps + 1).expand(batch, -1) % own.nodes
             lengths = torch.arange(batch) % (own.steps + 1)
@@ -170,7 +171,7 @@ def packed(
         # Parents outrank their children: by depth, all roots first.
         order = tree.depths.flatten().argsort(stable=True)
         pack = order[:count].sort().values
-        logits, features = worker.graphs.find_packed(tier, rows, count)(pack, *inputs)
+        logits, features = worker.recordings.packed(tier, rows, count)(pack, *inputs)
         mine = pack < real
         got = logits[mine], features[pack[mine]]
         close(list(got), [x[pack[mine]] for x in want])
@@ -193,7 +194,7 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
             outputs.append(
                 engine.generate(prompts, grammars, {"max_tokens": 20, "complete": False})
             )
-            assert bool(engine.core.worker.graphs.count) == graphs
+            assert bool(engine.core.worker.recordings.count) == graphs
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
 
 
@@ -202,18 +203,18 @@ def test_chains_of_all_lengths_have_the_same_recordings(tiny: dict[str, Any]) ->
     extend."""
     with Engine(**tiny, adaptive="default") as engine:
         assert len(engine.core.policy.tiers) == 3
-        graphs = engine.core.worker.graphs
+        graphs = engine.core.worker.recordings
         engine.generate("a", None, {"max_tokens": 2})
         assert graphs.count == 9
         engine.generate(list("abcdefghi"), None, {"max_tokens": 90})
-        assert len(graphs._tiers) > 1
+        assert len({key[1] for key in graphs._known if key[0] == "draft"}) > 1
         assert graphs.count == 9
 
 
 def test_trees_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
     """Their verify and extend are those of other trees; their drafts and commits their own."""
     with Engine(**tiny, adaptive="static", eagle_topk=2, num_steps=3) as engine:
-        graphs = engine.core.worker.graphs
+        graphs = engine.core.worker.recordings
         engine.generate("a", None, {"max_tokens": 2})
         assert graphs.count == 5
         assert graphs.record(Tier(2, 2, 4))
@@ -224,7 +225,7 @@ def test_trees_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
 def test_an_idle_moment_records_what_later_steps_want(tiny: dict[str, Any]) -> None:
     """A request whose batch takes another tier, or that samples, waits for no recording then."""
     with Engine(**tiny, adaptive="default") as engine:
-        graphs = engine.core.worker.graphs
+        graphs = engine.core.worker.recordings
         while engine.prepare_next():
             pass
         ready = graphs.count
@@ -255,18 +256,16 @@ def test_chaos_with_fixed_inputs_and_outputs(
     """What a replay overwrites has been read by then, whatever the streams' delays."""
     oracle = chaos.build(tiny, overlap="none", algorithm="none")
     chaos.start(monkeypatch, 7)
-    monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
+    monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
     settings = {**chaos.TIERS[tier], "mask_deadline_ms": None}
     with oracle, chaos.build(tiny, **settings) as engine:
-        worker = engine.core.worker
-        phases = worker.phases
-        monkeypatch.setattr(phases, "_visible", lambda _: phases.tables.pages.shape[1])
+        monkeypatch.setattr(DraftPhase, "_visible", all_columns)
         for seed in range(70, 82):
             asks = [replace(ask, abort_step=None) for ask in chaos.random_asks(seed)]
             got = chaos.run(engine, asks)
             want = chaos.run(oracle, asks)
             assert [o.token_ids for o in got] == [o.token_ids for o in want], seed
-        sizes = {key[-1] for key in engine.core.worker.graphs._known if key[0] == "verify"}
+        sizes = {key[-1] for key in engine.core.worker.recordings._known if key[0] == "verify"}
         assert sizes == {1, 2, 3, 4}
 
 
@@ -275,16 +274,15 @@ def test_a_pass_takes_what_another_one_has_where_it_is(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     """The draft's rows and pages alone come up to it; a commit gets choices, limits and runs."""
-    monkeypatch.setattr(worker_module, "GraphRunner", HeldGraphs)
+    monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
     settings = {**chaos.TIERS[tier], "adaptive": "static", "overlap": "none"}
     with chaos.build(tiny, **settings) as engine:
         worker = engine.core.worker
-        phases = worker.phases
-        monkeypatch.setattr(phases, "_visible", lambda _: phases.tables.pages.shape[1])
+        monkeypatch.setattr(DraftPhase, "_visible", all_columns)
         engine.generate(list("abc"), None, {"max_tokens": 12, "temperature": 0})
-        held: Any = worker.graphs
-        draft = held.find_draft(tier_of(engine), 3, False, False)
-        finders = held.find_verify, held.find_commit, held.find_extend
+        graphs: Any = worker.recordings
+        draft = graphs.draft(tier_of(engine), 3, False, False)
+        finders = graphs.verify, graphs.commit, graphs.extend
         passes = [draft, *(find(tier_of(engine), 3) for find in finders)]
         for recorded in passes:
             recorded.copied.clear()

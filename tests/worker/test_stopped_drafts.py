@@ -18,9 +18,9 @@ from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
 from overlap_spec.steps import StepResult
 from overlap_spec.tiers import Budget, DraftStop, RowTimes, Tier
 from overlap_spec.types import Output
+from overlap_spec.worker.draft_stop import stops
 from overlap_spec.worker.graphs import padded_size
 from overlap_spec.worker.jobs import prepare_next
-from overlap_spec.worker.stepwise import stops
 from tests.support import chaos, ragged
 from tests.support.policies import share_nodes
 from tests.support.ragged import SAMPLING
@@ -265,8 +265,7 @@ def test_steps_are_recorded_ahead_of_the_first_request(tiny: dict[str, Any]) -> 
         worker.do(prepare_next, [Tier(1, 1, 2)])
         worker.do(prepare_next, [Tier(1, 1, 2)])
         worker.rest()
-        graphs = worker.graphs
-        before = graphs.count
+        before = worker.recordings.count
         for kind in product((False, True), repeat=2):
-            assert graphs.find_steps(*kind) is not None
-        assert graphs.count == before
+            worker.recordings.chain(*kind)
+        assert worker.recordings.count == before

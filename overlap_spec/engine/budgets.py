@@ -1,0 +1,161 @@
+"""How much steps draft: the length policy, asked before each step and told after it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from overlap_spec.engine.grammar_drafts import GrammarDrafts, widened
+from overlap_spec.scheduler.sequence import Sequence as SequenceState
+from overlap_spec.speculation.policy import (
+    LengthPolicy,
+    RequestOutcome,
+    RequestView,
+    StepOutcome,
+    StepView,
+)
+from overlap_spec.steps import HostTrees, Int32s, StepResult
+from overlap_spec.tiers import Budget
+from overlap_spec.worker.drafter_guard import DrafterGuard
+
+# Weight of a new step.
+ALPHA = 0.05
+
+
+class Observed:
+    """Smoothed accept length and time of steps that prefilled nothing, and targets kept."""
+
+    def __init__(self) -> None:
+        self._accept_length: float | None = None
+        self._step_ms: float | None = None
+        self._asked = self._kept = 0
+
+    def add(self, outcome: StepOutcome) -> None:
+        """Take in a step."""
+        if outcome.requests:
+            length = 1 + sum(outcome.accepted) / len(outcome.requests)
+            self._accept_length = _smooth(self._accept_length, length)
+        if outcome.step_ms is not None and not outcome.view.chunk_tokens and outcome.view.batch:
+            self._step_ms = _smooth(self._step_ms, outcome.step_ms)
+
+    def add_request(self, tpot_ms: float, tpot_slo_ms: float | None) -> None:
+        """Take in a request that has ended."""
+        if tpot_slo_ms is not None:
+            self._asked += 1
+            self._kept += tpot_ms <= tpot_slo_ms
+
+    def snapshot(self) -> dict[str, Any]:
+        """``observed_accept_length`` and ``observed_step_ms`` (None before the first step), and of
+        the requests with a TPOT target that have ended: ``tpot_requests``, ``tpot_attained``."""
+        return {
+            "observed_accept_length": self._accept_length,
+            "observed_step_ms": self._step_ms,
+            "tpot_requests": self._asked,
+            "tpot_attained": self._kept,
+        }
+
+
+def _smooth(before: float | None, now: float) -> float:
+    return now if before is None else before + ALPHA * (now - before)
+
+
+class Budgets:
+    """What each step may draft and verify, and what came of it.
+
+    Args:
+        policy: The length policy.
+        guard: A drafter that is paused drafts nothing.
+        drafts: What the grammars tell drafts; None: nobody drafts.
+        widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``).
+        tpot_slo_ms: Target of the requests that have none.
+    """
+
+    def __init__(
+        self,
+        policy: LengthPolicy,
+        guard: DrafterGuard,
+        drafts: GrammarDrafts | None,
+        widens: bool,
+        tpot_slo_ms: float | None,
+    ) -> None:
+        self.policy, self.widens = policy, widens
+        self._guard, self._drafts, self._tpot_slo_ms = guard, drafts, tpot_slo_ms
+        # What the steps under way were planned for, the newest last.
+        self._views: dict[int, StepView] = {}
+        self._observed = Observed()
+
+    def choose(self, trees: list[SequenceState], index: int, chunk_tokens: int) -> Budget:
+        """What step ``index`` over ``trees`` may draft and verify."""
+        view = StepView(tuple([self._view(s) for s in trees]), chunk_tokens)
+        self._views[index] = view
+        budget = self.policy.choose(view)
+        tier = self._guard.allow(budget.tier)
+        if tier != budget.tier:
+            budget = Budget(tier)
+        if self._drafts is not None and self.widens:
+            budget = widened(budget, self._drafts.sizes(trees, tier))
+        tier = budget.tier
+        if tier.nodes == 1 or all(r.speculate for r in view.requests):
+            return budget
+        plain = [not request.speculate for request in view.requests]
+        most = budget.most or (tier.nodes,) * view.batch
+        most = tuple(1 if p else m for p, m in zip(plain, most, strict=True))
+        nodes = sum(most) if budget.nodes is None else min(budget.nodes, sum(most))
+        least = budget.least or (1,) * view.batch
+        return replace(budget, nodes=nodes, least=least, most=most)
+
+    def drop(self, index: int) -> None:
+        """Nothing comes of a step."""
+        del self._views[index]
+
+    def note(self, request_ids: Sequence[int], trees: HostTrees, told: Int32s) -> None:
+        """Take in what the lane told of a step's trees: see :meth:`GrammarDrafts.note`."""
+        if self._drafts is not None and self.widens:
+            self._drafts.note(request_ids, trees, told)
+
+    def observe(self, result: StepResult) -> None:
+        """Tell the length policy what a step's trees got, and how long they took."""
+        plan, view = result.plan, self._views[result.plan.index]
+        self._views = {i: v for i, v in self._views.items() if i > plan.index}
+        whole = plan.budget.nodes is None
+        requests = [
+            RequestOutcome(
+                asked.request_id, r.accepted, r.drafted, asked.constrained, r.confidences
+            )
+            for asked, r in zip(view.requests, result.rows, strict=False)
+            # Drafts of a request that takes none say nothing of acceptance, nor do those that the
+            # budget left out. A drafter that finds nothing to draft has had nothing accepted.
+            if r.tokens and (r.drafted or not plan.tier.steps or (whole and asked.speculate))
+        ]
+        outcome = StepOutcome(view, plan.budget, requests, result.step_ms, result.verified_rows)
+        # A wide tier is none of the policy's, and its trees are the grammar's too.
+        if plan.tier.base is None:
+            self.policy.observe(outcome)
+        self._observed.add(outcome)
+
+    def end(self, sequences: Sequence[SequenceState]) -> None:
+        """Take in requests that have ended: whether they kept their targets."""
+        for sequence in sequences:
+            if self._drafts is not None:
+                self._drafts.leave(sequence.request.id)
+            self._observed.add_request(sequence.stats.tpot_ms, self._target_ms(sequence))
+
+    def snapshot(self) -> dict[str, Any]:
+        """State as plain data: the policy's, and what was observed."""
+        return self.policy.snapshot() | self._observed.snapshot()
+
+    def _target_ms(self, sequence: SequenceState) -> float | None:
+        own = sequence.request.sampling.tpot_slo_ms
+        return self._tpot_slo_ms if own is None else own
+
+    def _view(self, sequence: SequenceState) -> RequestView:
+        request = sequence.request
+        return RequestView(
+            request.id,
+            len(request.prompt_ids) + len(sequence.output_ids),
+            sequence.matcher is not None,
+            request.sampling.speculate,
+            self._target_ms(sequence),
+            sequence.confidences,
+        )

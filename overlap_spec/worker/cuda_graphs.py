@@ -1,0 +1,131 @@
+"""Recordings of a GPU: CUDA graphs, each of one padded number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap_spec.tiers import Tier
+from overlap_spec.worker import examples
+from overlap_spec.worker.graphs import (
+    CudaGraph,
+    Eager,
+    Recorded,
+    Tensors,
+    Work,
+    graph_size,
+    packed_size,
+)
+from overlap_spec.worker.recordings import CHAIN, TREE, Record, Recordings
+
+
+class CudaGraphs(Recordings):
+    """All are made before serving (``worker/warm_up.py``). Graphs of the target's pass write to one
+    place, as no two of their outputs are wanted at once; and so do drafts of trees of one size,
+    whatever their tier, so that what comes behind is recorded once. A graph takes another one's
+    inputs and outputs where they are: a step copies neither."""
+
+    _pool: Any = None
+    # Where all graphs of the target's pass write: logits, and features if any.
+    _outputs: Tensors = ()
+
+    def rows(self, batch: int) -> int:
+        return batch
+
+    def kinds(self, tier: Tier) -> tuple[Tier, Tier, Tier]:
+        return _places(tier), _shape(tier), _shape(tier)
+
+    def draft(self, tier: Tier, batch: int, sampled: bool, told: bool) -> Recorded:
+        made = super().draft(tier, batch, sampled, told)
+        # Before the drafts run: what is recorded behind them runs them too.
+        self.behind(tier, batch)
+        return made
+
+    def make_draft(
+        self, record: Record, tier: Tier, sampled: bool, told: bool, rows: int
+    ) -> Recorded:
+        work = partial(self.drafts.trees, tier, sampled, told)
+        given = examples.padding(self.runner, rows)
+        key = "trees", _places(tier), rows
+        first: Recorded | None = self._known.get(key)
+        if first is None:
+            made = record(work, given, examples.padding(self.runner, rows))
+            if not isinstance(made, Eager):
+                self._known[key] = made
+            return made
+        # Behind any drafts of this size come the same graphs, whose inputs these are.
+        outputs = first(*given)
+        return record(work, first.kept(*given), given, outputs)
+
+    def packed(self, tier: Tier, batch: int, count: int) -> Recorded:
+        kind = tier.nodes, count, batch
+        return self._find(("packed", *kind), lambda: self.make_packed(*kind))
+
+    def trees(self, tier: Tier, rows: int) -> tuple[Tensors, Tensors]:
+        draft: Recorded | None = self._known.get(("trees", _places(tier), rows))
+        if draft is None:
+            return super().trees(tier, rows)
+        given = examples.padding(self.runner, rows)
+        trees = draft(*given)
+        return draft.kept(*given), trees
+
+    def make_extend(self, record: Record, tier: Tier, rows: int) -> Recorded:
+        """Over what the passes before it write, where they do."""
+        given, (_, roots, *_) = self.trees(tier, rows)
+        _, _, _, *own = examples.extended(self.runner, tier, rows)
+        if self.runner.feature_layers:
+            self.verify(tier, rows)
+            own[3] = self._outputs[1][: rows * tier.nodes]
+        others = examples.extended(self.runner, tier, rows, 5, min(tier.steps, 1), 0.25)
+        return record(self.runner.extend_trees, (*given, roots, *own), others)
+
+    def make_target(self, work: Work, *inputs: Tensor) -> Recorded:
+        found, room = work(*inputs), self._outputs
+        if not room or any(len(own) < len(new) for own, new in zip(room, found, strict=True)):
+            room = self._outputs = tuple(torch.zeros_like(x) for x in found)
+        into = tuple(own[: len(new)] for own, new in zip(room, found, strict=True))
+        del found
+        return self.make(work, inputs, into)
+
+    def make(self, work: Work, inputs: Tensors, into: Tensors | None = None) -> Recorded:
+        self.count += 1
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return CudaGraph(work, inputs, self._pool, into)
+
+    def padded(self, batch: int) -> int:
+        return graph_size(batch)
+
+    def packed_size(self, tier: Tier, rows: int, wanted: int) -> int:
+        return packed_size(rows, tier.nodes, wanted)
+
+    def record_next(self, tiers: Iterable[Tier]) -> bool:  # noqa: ARG002
+        return False
+
+    def wait_ms(self, tier: Tier) -> float:  # noqa: ARG002
+        return 0.0
+
+    def reserved(self) -> int:
+        return torch.cuda.memory_reserved(self.runner.device)
+
+    def clear(self) -> None:
+        super().clear()
+        self._pool, self._outputs = None, ()
+
+
+@cache
+def _places(tier: Tier) -> Tier:
+    """The same for tiers whose trees are as large, and chains or none: all that a verify minds, and
+    where drafts write to."""
+    return replace(CHAIN if tier.is_chain else TREE, nodes=tier.nodes)
+
+
+@cache
+def _shape(tier: Tier) -> Tier:
+    """The same for tiers behind whose drafts come the same passes, whoever has drafted."""
+    base = None if tier.base is None else CHAIN
+    return replace(tier, top_k=min(tier.top_k, 2), base=base)

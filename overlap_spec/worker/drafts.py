@@ -1,0 +1,134 @@
+"""The draft passes of a worker: its drafter's nodes behind the rows' roots, linked into trees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from overlap_spec.drafters.base import Draft, Roots
+from overlap_spec.drafters.sound import sound
+from overlap_spec.kernels import Tree, build_chain, build_tree
+from overlap_spec.tiers import Tier
+from overlap_spec.worker.graphs import Tensors, padded
+from overlap_spec.worker.model_runner import ModelRunner
+
+
+class Drafts:
+    """Trees of what the runner's drafter drafts, and of what the grammars tell.
+
+    Args:
+        coupled: Whether drafts share the noise of the target's choices, or are the likeliest.
+    """
+
+    def __init__(self, runner: ModelRunner, coupled: bool) -> None:
+        self.runner, self._coupled = runner, coupled
+
+    def trees(
+        self,
+        tier: Tier,
+        sampled: bool,
+        told: bool,
+        rows: Tensor,
+        pages: Tensor,
+        proposed: Draft | None = None,
+    ) -> Tensors:
+        """The roots' tokens, positions and runs, the links, and the tensors of the trees.
+
+        Args:
+            sampled: Whether any row draws its tokens: drafts share its noise.
+            told: Whether the drafter is told where its roots stand in their grammars.
+            proposed: What a host drafter proposed for the first of the rows.
+        """
+        drafter, own = self.runner.drafter, tier.own
+        roots = self.roots(self.known_roots(rows, pages), sampled, told)
+        if drafter is None or own.steps == 0:
+            draft = _no_draft(roots, 0)
+        elif proposed is not None:
+            draft = self._sound(rows, _with_padding(proposed, len(rows)), own)
+        elif drafter.host:
+            draft = _no_draft(roots, own.nodes - 1)
+        else:
+            draft = self._sound(rows, drafter.draft(roots, own), own)
+        if tier.base is not None:
+            draft = self.runner.told.complete(draft, roots, tier)
+        return self._linked(roots, draft, tier)
+
+    def dead(self, tier: Tier, rows: Tensor, pages: Tensor) -> Tensors:
+        """As :meth:`trees`, where nothing is drafted: what a recording needs of a tree."""
+        roots = self.known_roots(rows, pages)
+        return self._linked(roots, _no_draft(roots, tier.nodes - 1), tier)
+
+    def overlay(self, outputs: Tensors, rows: Tensor, proposed: Draft, tier: Tier) -> Tensors:
+        """What :meth:`trees` returns, with the trees of those rows that have a proposal in the
+        place of the drafter's.
+
+        Args:
+            tier: Of ``outputs``, which may be shorter than what was proposed.
+        """
+        tokens, positions, forced, _, *parts = outputs
+        tree = Tree(*parts)
+        room = tree.tokens.shape[1] - 1
+        draft = self._sound(rows, _with_padding(proposed, len(rows)), tier.own)
+        given = [part[:, :room] for part in draft if part is not None]
+        has = (given[2] > -torch.inf).any(1, keepdim=True)
+        beside = tree.tokens, tree.parents, tree.scores
+        values = 0, 0, -torch.inf
+        merged = [
+            torch.where(has, F.pad(own, (0, room - own.shape[1]), value=value), part[:, 1:])
+            for own, part, value in zip(given, beside, values, strict=True)
+        ]
+        return tokens, positions, forced, *link(tokens, Draft(*merged), tier.steps)
+
+    def known_roots(self, rows: Tensor, pages: Tensor) -> Roots:
+        """The rows' roots, as far as the tables tell of them."""
+        tables, forced = self.runner.tables, self.runner.told.forced[rows]
+        return Roots(rows, pages, tables.roots[rows], tables.committed[rows], forced)
+
+    def roots(self, roots: Roots, sampled: bool, told: bool) -> Roots:
+        """Roots as the drafter gets them; ``sampled`` and ``told`` as in :meth:`trees`."""
+        tables, rows = self.runner.tables, roots.rows
+        if told:
+            roots = roots._replace(standing=self.runner.told.standing(rows))
+        if sampled and self._coupled:
+            roots = roots._replace(temperature=tables.temperature[rows], seeds=tables.seed[rows])
+        return roots
+
+    def _sound(self, rows: Tensor, draft: Draft, tier: Tier) -> Draft:
+        """The draft; of a drafter that is not built in, its sound nodes alone."""
+        runner = self.runner
+        if not runner.checked:
+            return draft
+        draft, refused = sound(draft, tier, runner.tables.vocab_size)
+        runner.refused.add_(torch.where(rows == runner.tables.padding_row, 0, refused).sum())
+        return draft
+
+    def _linked(self, roots: Roots, draft: Draft, tier: Tier) -> Tensors:
+        known = roots.tokens, roots.positions, roots.forced
+        return *known, *link(roots.tokens, draft, tier.steps)
+
+
+def link(roots: Tensor, draft: Draft, depth: int) -> Tensors:
+    """The links of drafted nodes ``(3, S, N)``, and the tensors of their trees."""
+    if draft.parents is None:
+        tree = build_chain(roots, draft.tokens, draft.scores)
+    else:
+        tree = build_tree(roots, draft.tokens, draft.parents, draft.scores, depth)
+    return torch.stack([tree.tokens, tree.first_child, tree.next_sibling]), *tree
+
+
+def _with_padding(proposed: Draft, rows: int) -> Draft:
+    """A proposal with dead nodes for rows that are padding."""
+    missing = rows - len(proposed.tokens)
+    tokens, parents, scores = proposed
+    above = None if parents is None else padded(parents, rows)
+    draft = Draft(padded(tokens, rows), above, padded(scores, rows))
+    if missing:
+        draft.scores[-missing:] = -torch.inf
+    return draft
+
+
+def _no_draft(roots: Roots, nodes: int) -> Draft:
+    """``nodes`` dead nodes after each root."""
+    tokens = roots.tokens[:, None].expand(-1, nodes)
+    return Draft(tokens, None, torch.full_like(tokens, -torch.inf, dtype=torch.float32))

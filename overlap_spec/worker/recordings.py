@@ -1,0 +1,271 @@
+"""The passes over trees, as a worker's steps call them: each recorded when it is first needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from overlap_spec.tiers import Tier
+from overlap_spec.worker import examples
+from overlap_spec.worker.chains import Chain, FixedChain, first_step, link_steps, next_step
+from overlap_spec.worker.drafter_guard import DrafterGuard
+from overlap_spec.worker.drafts import Drafts
+from overlap_spec.worker.examples import same
+from overlap_spec.worker.graphs import (
+    Eager,
+    Recorded,
+    Tensors,
+    TracedGraph,
+    Work,
+    padded_size,
+)
+
+R = TypeVar("R")
+# Trees without and with branches, of more than one node.
+CHAIN, TREE = Tier(2, 1, 3), Tier(2, 2, 4)
+# Makes a recording of a drafter's work, as :meth:`Recordings.checked`.
+Record = Callable[..., Recorded]
+
+
+class Recordings:
+    """Traces of the passes, each good for any batch and its pages. And for any number of nodes,
+    where it can be: drafting, verifying, committing and extending chains, verifying and extending
+    trees. So no chain but the first waits for recordings, and a policy may take any length.
+
+    A recording of the drafter's is held against the drafter itself on other inputs. Where that
+    fails the guard is told, and the pass is as it is from then on.
+
+    Args:
+        drafts: With the runner whose passes they are; a module that holds every tensor that they
+            touch.
+        recorded: False: the passes are as they are.
+
+    Attributes:
+        bytes: Memory that CUDA graphs took.
+        count: Passes that have been recorded.
+    """
+
+    def __init__(self, drafts: Drafts, guard: DrafterGuard, recorded: bool = True) -> None:
+        self.drafts, self.runner, self.guard = drafts, drafts.runner, guard
+        self.recorded = recorded
+        self.bytes = self.count = 0
+        self._known: dict[tuple[Any, ...], Any] = {}
+        self._took_ms, self._making = 0.0, False
+
+    # What kinds of recordings differ in
+
+    def make(self, work: Work, inputs: Tensors, into: Tensors | None = None) -> Recorded:  # noqa: ARG002
+        """A recording of ``work`` over ``inputs``, which writes its outputs ``into`` others, where
+        it is of a kind that can."""
+        if not self.recorded:
+            return Eager(work)
+        self.count += 1
+        return TracedGraph(self.runner, work, inputs)
+
+    def make_target(self, work: Work, *inputs: Tensor) -> Recorded:
+        """A recording of the target's pass."""
+        return self.make(work, inputs)
+
+    def rows(self, batch: int) -> int:  # noqa: ARG002
+        """Of how many rows a recording for a batch is made: in a trace, sizes of 1 look alike."""
+        return 2
+
+    def kinds(self, tier: Tier) -> tuple[Tier, Tier, Tier]:
+        """The tiers for which verify, commit and extend of a tier are recorded."""
+        return TREE if tier.top_k > 1 else CHAIN, CHAIN if tier.is_chain else tier, CHAIN
+
+    def trees(self, tier: Tier, rows: int) -> tuple[Tensors, Tensors]:
+        """Rows and pages, and trees behind them as drafts give them."""
+        given = examples.padding(self.runner, rows)
+        return given, self.drafts.dead(tier, *given)
+
+    def padded(self, batch: int) -> int:
+        """Rows that a batch is filled up to."""
+        return padded_size(batch) if self.recorded else batch
+
+    def packed_size(self, tier: Tier, rows: int, wanted: int) -> int:
+        """How many nodes of ``rows`` trees are verified where ``wanted`` are asked for."""
+        return min(self.padded(wanted), rows * tier.nodes)
+
+    def record_next(self, tiers: Iterable[Tier]) -> bool:
+        """Between requests: record what one of these tiers lacks; False if nothing lacks."""
+        kinds = product(tiers, (False, True), (False, self.runner.reads_states))
+        return self.recorded and any(self.record(*kind) for kind in kinds)
+
+    def wait_ms(self, tier: Tier) -> float:
+        """About what a step of the tier would wait for recordings: as long as those of another one
+        took; 0 where they are there, as those of all chains are from the start on."""
+        made = {key[1] for key in list(self._known) if key[0] == "commit"} - {CHAIN}
+        there = not self.recorded or tier.is_chain or tier in made
+        return 0.0 if there else self._took_ms / (1 + len(made))
+
+    def reserved(self) -> int:
+        """Bytes of the device that recordings may have taken some of."""
+        return 0
+
+    def clear(self) -> None:
+        """Forget all recordings."""
+        self._known.clear()
+        self.count = 0
+
+    # What a step calls
+
+    def draft(self, tier: Tier, batch: int, sampled: bool, told: bool) -> Recorded:
+        """The drafts of ``batch`` trees: see :meth:`Drafts.trees`."""
+        drafter = self.runner.drafter if tier.steps else None
+        kind = tier, sampled and drafter is not None, told and drafter is not None
+        if drafter is not None and (drafter.host or not drafter.recorded):
+            return Eager(partial(self.drafts.trees, *kind))
+        rows = self.rows(batch)
+        return self._guarded(("draft", *kind, rows), lambda r: self.make_draft(r, *kind, rows))
+
+    def chain(self, sampled: bool, told: bool) -> Chain:
+        """The drafts of chains, step by step."""
+        key = "chain", sampled, told
+        return self._guarded(key, lambda record: self._make_chain(record, sampled, told))
+
+    def verify(self, tier: Tier, batch: int) -> Recorded:
+        """The target's pass over whole trees: see :meth:`ModelRunner.verify_trees`."""
+        kind, rows = self.kinds(tier)[0], self.rows(batch)
+        return self._find(
+            ("verify", kind, rows),
+            lambda: self.make_target(
+                partial(self.runner.verify_trees, kind), *examples.verified(*self.trees(kind, rows))
+            ),
+        )
+
+    def packed(self, tier: Tier, batch: int, count: int) -> Recorded:  # noqa: ARG002
+        """Verify over ``count`` nodes of the trees: see :meth:`ModelRunner.verify_packed`."""
+        kind = max(tier.nodes, 2), 3, 2
+        return self._find(("packed", *kind), lambda: self.make_packed(*kind))
+
+    def commit(self, tier: Tier, batch: int) -> Recorded:
+        """What the trees accept becomes their rows' state."""
+        kind, rows = self.kinds(tier)[1], self.rows(batch)
+        return self._find(
+            ("commit", kind, rows),
+            lambda: self.make(
+                partial(self.runner.commit_trees, kind),
+                examples.committed(self.runner, kind, *self.trees(kind, rows)),
+            ),
+        )
+
+    def extend(self, tier: Tier, batch: int) -> Recorded:
+        """The drafter's pass over what the trees commit, of one that takes it in."""
+        if not self.runner.recorded_drafter:
+            return Eager(self.runner.extend_trees)
+        kind, rows = self.kinds(tier)[2], self.rows(batch)
+        return self._guarded(("extend", kind, rows), lambda r: self.make_extend(r, kind, rows))
+
+    def record(self, tier: Tier, sampled: bool = False, told: bool = False) -> bool:
+        """Record what a step of a single request may want; whether anything was lacking."""
+        before = self.count
+        self.draft(tier, 1, sampled, told)
+        self.behind(tier, 1)
+        return self.count > before
+
+    def behind(self, tier: Tier, batch: int) -> None:
+        """Record what comes behind the drafts of a step."""
+        self.verify(tier, batch)
+        self.commit(tier, batch)
+        if self.runner.extends:
+            self.extend(tier, batch)
+
+    # What is recorded
+
+    def _find(self, key: tuple[Any, ...], make: Callable[[], R]) -> R:
+        """What is recorded under a key; where nothing is, ``make`` makes it."""
+        found: R | None = self._known.get(key)
+        return self._new(key, make) if found is None else found
+
+    def _guarded(self, key: tuple[Any, ...], make: Callable[[Record], R]) -> R:
+        """The same of the drafter's passes."""
+        found: R | None = self._known.get(key)
+        if found is not None:
+            return found
+        if self.guard.fault is None:
+            with self.guard:
+                return self._new(key, lambda: make(self.checked))
+            return self._new(key, lambda: make(_plain))
+        return make(_plain)
+
+    def _new(self, key: tuple[Any, ...], make: Callable[[], R]) -> R:
+        # What is made for another is part of that one's time and memory.
+        start, before, outer = time.perf_counter(), self.reserved(), self._making
+        self._making = True
+        try:
+            found = self._known[key] = make()
+        finally:
+            self._making = outer
+            if not outer:
+                self._took_ms += (time.perf_counter() - start) * 1e3
+                self.bytes += self.reserved() - before
+        return found
+
+    def make_draft(
+        self, record: Record, tier: Tier, sampled: bool, told: bool, rows: int
+    ) -> Recorded:
+        if self.recorded and self.runner.stepwise and tier.is_chain and tier.steps:
+            return FixedChain(self.chain(sampled, told), tier.steps)
+        work = partial(self.drafts.trees, tier, sampled, told)
+        return record(
+            work, examples.padding(self.runner, rows), examples.padding(self.runner, rows + 1)
+        )
+
+    def _make_chain(self, record: Record, sampled: bool, told: bool) -> Chain:
+        first = partial(first_step, self.drafts, sampled, told)
+        onward = partial(next_step, self.drafts, sampled, told)
+        if record is _plain:
+            return Chain(Eager(first), Eager(onward), Eager(link_steps), told)
+        padding, others = examples.padding(self.runner, 2), examples.padding(self.runner, 3)
+        given, other = first(*padding), first(*others)
+        # Behind a draft, which has no score to read.
+        at, other_at = (x[1:4] + x[5:] for x in (given, other))
+        # Of two drafts each: in a trace sizes of 1 would look alike. The others have one.
+        chains = given[0], *(x.repeat(1, 2) for x in given[3:5])
+        return Chain(
+            record(first, padding, others),
+            record(onward, (*padding, *at), (*others, *other_at)),
+            record(link_steps, chains, (other[0], *other[3:5])),
+            told,
+        )
+
+    def make_packed(self, nodes: int, count: int, rows: int) -> Recorded:
+        inputs = examples.packed(self.runner, nodes, count, rows)
+        return self.make_target(self.runner.verify_packed, *inputs)
+
+    def make_extend(self, record: Record, tier: Tier, rows: int) -> Recorded:
+        """Held against the drafter over other tokens and features, some of them accepted."""
+        given = examples.extended(self.runner, tier, rows)
+        others = examples.extended(self.runner, tier, rows + 1, 5, min(tier.steps, 1), 0.25)
+        return record(self.runner.extend_trees, given, others)
+
+    def checked(
+        self, work: Work, inputs: Tensors, others: Tensors, into: Tensors | None = None
+    ) -> Recorded:
+        """A recording of the drafter's work over ``inputs``, held against the work itself over
+        ``others``.
+
+        Raises:
+            RuntimeError: they differ, or the recording fails.
+        """
+        recorded = self.make(work, inputs, into)
+        cause: Exception | None = None
+        try:
+            if isinstance(recorded, Eager) or same(self.runner, recorded, work, others):
+                return recorded
+        except Exception as error:  # the recording's, or the drafter's
+            cause = error
+        raise RuntimeError(
+            f"{type(self.runner.drafter).__name__}: its recording gives other results than the "
+            "drafter itself; keep values and sizes on the device, or set recorded = False"
+        ) from cause
+
+
+def _plain(work: Work, *_: Any) -> Recorded:
+    return Eager(work)
