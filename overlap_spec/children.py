@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 # What marks a secret as a word of a variable's name, or as the end of one (``PGPASSWORD``); and
 # what does as one word among others: ``PWD`` alone is a folder.
@@ -73,3 +74,12 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether a process exists and was stopped, by SIGSTOP or a debugger."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "Tt"

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from overlap_spec.children import OUTSIDE, without_secrets
+from overlap_spec.children import OUTSIDE, is_stopped, without_secrets
 from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation import channel
@@ -81,8 +82,8 @@ START = (
 )
 # Numerical libraries start threads on import; the server must have none.
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-# How long a server may take to be ready, and to end.
-READY_S, END_S = 60.0, 5.0
+# How long a server may take to be ready, and to end, and how often it is looked at.
+READY_S, END_S, LOOK_S = 60.0, 5.0, 1.0
 
 
 class Ask:
@@ -230,6 +231,7 @@ class Pool:
     def _run(self) -> None:
         assert self._loop is not None
         with contextlib.closing(self._loop) as loop:
+            loop.call_soon(self._look)
             loop.run_forever()
             with self._lock:
                 self._is_closed = True
@@ -239,6 +241,13 @@ class Pool:
             if self._link is not None:
                 self._unlink(self._link)
             self._fail(Failed("closed", "the engine was closed"))
+
+    def _look(self) -> None:
+        """End a server that others have stopped, which would keep jobs for ever."""
+        assert self._loop is not None
+        if self._asks and self._link is not None and is_stopped(self._link.process.pid):
+            os.killpg(self._link.process.pid, signal.SIGKILL)
+        self._loop.call_later(LOOK_S, self._look)
 
     def _fail(self, error: Failed) -> None:
         """Fail all jobs."""

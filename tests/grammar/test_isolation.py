@@ -277,6 +277,15 @@ def test_a_worker_killed_again_and_again_blames_no_grammar(compiler: GrammarComp
     assert compiler.submit(job("slow 1")).result(20).memory_bytes == 6
 
 
+def test_a_stopped_fork_server_costs_a_retry(compiler: GrammarCompiler) -> None:
+    compiler.compile(job("warm"))
+    left = pids(compiler)
+    for pid in left:
+        os.kill(pid, signal.SIGSTOP)
+    assert compiler.compile(job("text")).memory_bytes == 4
+    until(lambda: not any(map(is_running, left)))
+
+
 @pytest.mark.parametrize("backend", ["Homebound", "Threaded"])
 def test_workers_that_cannot_start(backend: str) -> None:
     Homebound.home = os.getpid()
