@@ -46,7 +46,8 @@ def tokens_of(row: Row) -> npt.NDArray[np.int64]:
 
 def which_allowed(row: Row, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """bool `(n,)`: which of some tokens a row allows."""
-    return (row[tokens >> 5] & BITS[tokens & 31]) != 0
+    found: npt.NDArray[np.bool_] = (row[tokens >> 5] & BITS[tokens & 31]) != 0
+    return found
 
 
 def allowed(row: Row, token: int) -> bool:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -113,7 +114,7 @@ class Link:
     that started it ends, however that happens."""
 
     def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
-        self.is_ready = False
+        self.is_ready, self.since_s = False, time.monotonic()
         self.outbox = deque[int]()
         self.end, far = channel.pair()
         self.end.setblocking(False)
@@ -243,10 +244,14 @@ class Pool:
             self._fail(Failed("closed", "the engine was closed"))
 
     def _look(self) -> None:
-        """End a server that others have stopped, which would keep jobs for ever."""
+        """End a server that is not ready in time, or that others have stopped: it would keep its
+        jobs for ever."""
         assert self._loop is not None
-        if self._asks and self._link is not None and is_stopped(self._link.process.pid):
-            os.killpg(self._link.process.pid, signal.SIGKILL)
+        link = self._link
+        if link is not None and self._asks:
+            is_late = not link.is_ready and time.monotonic() > link.since_s + READY_S
+            if is_late or is_stopped(link.process.pid):
+                os.killpg(link.process.pid, signal.SIGKILL)
         self._loop.call_later(LOOK_S, self._look)
 
     def _fail(self, error: Failed) -> None:
@@ -282,7 +287,6 @@ class Pool:
             self._fail(Failed("unavailable", reason))
             return
         self._loop.add_reader(link.end, self._hear, link)
-        self._loop.call_later(READY_S, lambda: link.is_ready or link.process.kill())
         if self._backend is not None:
             # While the server does the same.
             self._loop.call_soon(self._backend.warm)
