@@ -260,6 +260,8 @@ class Pool:
             self._asks.popitem()[1].fail(error)
 
     def _begin(self, number: int, ask: Ask) -> None:
+        if ask.future.cancelled():
+            return
         self._asks[number] = ask
 
         # Holds no job: else the future would hold itself, and its result.

@@ -14,9 +14,11 @@ import gc
 import importlib
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
+from functools import partial
 from io import BufferedReader
 from typing import NamedTuple
 
@@ -48,6 +50,8 @@ from overlap_spec.shares import Lane
 
 LATER = "try again later"
 STDERR_BYTES = 2000
+# How late it may be told how things stand.
+TELL_S = 0.02
 # Libraries handle these to print a trace, which can take seconds.
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -95,6 +99,7 @@ class Server:
         self.workers: set[Worker] = set()
         self.idle: list[Worker] = []
         self.forked = self.killed = 0
+        self.telling: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Serve until the engine closes the channel, then kill all workers."""
@@ -108,25 +113,35 @@ class Server:
         os._exit(0)  # Nothing has to be cleaned up, and the engine waits.
 
     def _hear(self, over: asyncio.Event) -> None:
-        """Begin a job, or stop one."""
-        message = receive(self.end, Order)
-        if message is None:
-            over.set()
-            return
-        order, fd = message
-        if fd >= 0:
-            task = self.tasks[order.number] = asyncio.create_task(self._do(order, read(fd)))
-            task.add_done_callback(lambda _: self._done(order))
-        elif order.number in self.tasks:
-            self.tasks[order.number].cancel()
+        """Begin jobs, and stop those that are wanted no more, all that are told: what is stopped
+        as it begins costs no worker."""
+        while select.select([self.end], [], [], 0)[0]:
+            message = receive(self.end, Order)
+            if message is None:
+                over.set()
+                return
+            order, fd = message
+            if fd >= 0:
+                task = self.tasks[order.number] = asyncio.create_task(self._do(order, read(fd)))
+                task.add_done_callback(partial(self._done, order.number))
+            elif order.number in self.tasks:
+                self.tasks[order.number].cancel()
 
     def _tell(self, word: Word | None = None, fd: int = -1) -> None:
         """Tell what became of a job, and how things stand."""
+        if self.telling is not None:
+            self.telling.cancel()
+            self.telling = None
         lanes = (self.quick.busy.total, self.slow.busy.total, len(self.quick), len(self.slow))
         state = (len(self.workers), *lanes, self.forked, self.killed)
         # An engine that has gone is told nothing.
         with contextlib.suppress(ConnectionError):
             send(self.end, msgspec.structs.replace(word or Word(), state=state), fd)
+
+    def _tell_soon(self) -> None:
+        """Tell how things stand, unless something is told before."""
+        if self.telling is None:
+            self.telling = self.loop.call_later(TELL_S, self._tell)
 
     # What befalls a job.
 
@@ -146,10 +161,10 @@ class Server:
         self._tell(msgspec.structs.replace(word, number=order.number), fd)
         drop(fd)
 
-    def _done(self, order: Order) -> None:
-        del self.tasks[order.number]
+    def _done(self, number: int, _: asyncio.Task[None]) -> None:
+        del self.tasks[number]
         self._fork_spare()
-        self._tell()
+        self._tell_soon()
 
     async def _attempt(self, order: Order, job: bytes) -> tuple[Word, int]:
         """A worker's answer to a job, within the limits of time."""
@@ -188,10 +203,9 @@ class Server:
 
     async def _place(self, order: Order, lane: Lane, crowded: str) -> Lane:
         """Wait for a place."""
-        self.loop.call_soon(self._tell)
+        self._tell_soon()
         if not await lane.take(order.holder, order.kind):
             raise Failed("busy", crowded)
-        self._tell()
         return lane
 
     async def _answer(self, given: Worker, most_s: float) -> tuple[Word, int] | None:
