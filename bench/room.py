@@ -33,9 +33,8 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import CompiledGrammar, Matcher
-from overlap_spec.grammar.matching.walk import allowed
-from overlap_spec.grammar.room.chart import tokens_of
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
+from overlap_spec.grammar.rows import allowed, tokens_of
 
 MORE, BEHIND, MOST_TOKENS, FAR_TOKENS = (0, 2, 8), 5, 300, 600
 

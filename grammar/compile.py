@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -256,29 +256,13 @@ class GrammarCompiler:
         self, grammar: Grammar, after: Grammar, holder: str
     ) -> Future[CompiledGrammar]:
         """Compile and cache the inner grammar by itself, then wrap it."""
-        inner, waiter = self._submit(after, holder), Waiter()
-        # Emptied when it is there: a circle would keep the grammar.
-        running = [inner]
 
-        def land(_: Future[Any]) -> None:
-            done = running.pop()
-            if done.cancelled() or not waiter.set_running_or_notify_cancel():
-                return
-            try:
-                compiled = reasoning_matcher.wrap(done.result(), grammar)
-                compiled.room = self._room_behind(grammar, done.result())
-                waiter.set_result(compiled)
-            except Exception as error:  # the waiter gets any error
-                waiter.set_exception(error)
+        def wrap(inner: CompiledGrammar, waiter: Waiter) -> None:
+            compiled = reasoning_matcher.wrap(inner, grammar)
+            compiled.room = self._room_behind(grammar, inner)
+            waiter.set_result(compiled)
 
-        def leave(outer: Future[CompiledGrammar]) -> None:
-            if outer.cancelled():
-                for future in tuple(running):
-                    future.cancel()
-
-        waiter.add_done_callback(leave)
-        inner.add_done_callback(land)
-        return waiter
+        return _then(self._submit(after, holder), wrap)
 
     def _room(self, grammar: Grammar, reach: Reach | None, apart: bool) -> Room | None:
         """What is known of the rests of a grammar."""
@@ -449,21 +433,32 @@ def _size(compiled: CompiledGrammar) -> int:
 def _with_rests(compiled: Future[CompiledGrammar], most_tokens: int) -> Future[CompiledGrammar]:
     """A compiled grammar whose rests are told, or cannot be, where there are few tokens for a
     text."""
-    waiter, running = Waiter(), [compiled]
+
+    def wait(compiled: CompiledGrammar, waiter: Waiter) -> None:
+        room = compiled.room
+        if room is None or room.is_early(most_tokens):
+            waiter.set_result(compiled)
+        else:
+            room.ask(again=True).add_done_callback(lambda _: waiter.set_result(compiled))
+
+    return _then(compiled, wait)
+
+
+def _then(
+    first: Future[CompiledGrammar], go_on: Callable[[CompiledGrammar, Waiter], None]
+) -> Future[CompiledGrammar]:
+    """A future that ``go_on`` sets when a grammar is compiled; cancelling it stops the compile."""
+    # Emptied when it is there: a circle would keep the grammar.
+    waiter, running = Waiter(), [first]
 
     def land(_: Future[Any]) -> None:
         done = running.pop()
         if done.cancelled() or not waiter.set_running_or_notify_cancel():
             return
-        error = done.exception()
-        if error is not None:
+        try:
+            go_on(done.result(), waiter)
+        except Exception as error:  # the waiter gets any error
             waiter.set_exception(error)
-            return
-        room = done.result().room
-        if room is None or room.is_early(most_tokens):
-            waiter.set_result(done.result())
-        else:
-            room.ask(again=True).add_done_callback(lambda _: waiter.set_result(done.result()))
 
     def leave(outer: Future[CompiledGrammar]) -> None:
         if outer.cancelled():
@@ -471,7 +466,7 @@ def _with_rests(compiled: Future[CompiledGrammar], most_tokens: int) -> Future[C
                 future.cancel()
 
     waiter.add_done_callback(leave)
-    compiled.add_done_callback(land)
+    first.add_done_callback(land)
     return waiter
 
 

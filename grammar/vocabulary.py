@@ -16,6 +16,7 @@ import numpy.typing as npt
 from overlap_spec.errors import CheckpointError
 from overlap_spec.grammar import vocabularies
 from overlap_spec.grammar.reasoning.markers import known_markers
+from overlap_spec.grammar.rows import row_of
 from overlap_spec.grammar.vocabularies import Tokens, tokenizers
 
 
@@ -72,12 +73,12 @@ class Vocabulary:
     def text_row(self) -> npt.NDArray[np.int32]:
         """int32 `(words,)`: all bits that a grammar can allow; read-only."""
         legal = [i for i, token in enumerate(self.text) if token]
-        return _row([*legal, *self.stop_ids], self.words)
+        return _fixed([*legal, *self.stop_ids], self.words)
 
     @cached_property
     def stop_row(self) -> npt.NDArray[np.int32]:
         """int32 `(words,)`: the bits of the stop tokens; read-only."""
-        return _row(self.stop_ids, self.words)
+        return _fixed(self.stop_ids, self.words)
 
     @cached_property
     def byte_tokens(self) -> npt.NDArray[np.int64]:
@@ -185,9 +186,7 @@ def _as_text(markers: Iterable[str] | None) -> frozenset[str]:
     return known_markers() if markers is None else frozenset(markers)
 
 
-def _row(ids: Iterable[int], words: int) -> npt.NDArray[np.int32]:
-    bits = np.zeros(words * 32, np.uint8)
-    bits[list(ids)] = 1
-    row = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+def _fixed(tokens: Iterable[int], words: int) -> npt.NDArray[np.int32]:
+    row = row_of(tokens, words)
     row.flags.writeable = False
     return row

@@ -199,7 +199,7 @@ class Lane:
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
-            elif not waiter.called.cancelled() and waiter.called.exception() is None:
+            elif not waiter.called.cancelled():
                 self.give(holder)
             raise
         return True
@@ -208,13 +208,6 @@ class Lane:
         """Give a place back."""
         self.busy.add(holder, -1)
         self._call()
-
-    def refuse(self, error: Exception) -> None:
-        """Let all that wait meet an error."""
-        while len(self._waiting):
-            called = self._waiting.popleft().called
-            if not called.done():
-                called.set_exception(error)
 
     def _call(self) -> None:
         while line := self._waiting.line(self.has_room):

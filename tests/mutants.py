@@ -101,11 +101,11 @@ MUTANTS = (
         ("tests/server/test_bounds.py::test_a_stream_that_has_begun_holds_its_body_no_longer",),
     ),
     Mutant(
-        "a worker may take for ever to start",
-        "grammar/isolation/supervisor.py",
-        "time.monotonic() + START_S, starts=True",
-        "time.monotonic() + 60, starts=True",
-        ("tests/grammar/test_isolation.py::test_a_worker_that_never_begins_costs_a_retry",),
+        "a grammar that is compiled for ever is not ended",
+        "grammar/isolation/server.py",
+        "answer = await self._answer(given, left_s)",
+        "answer = await self._answer(given, 3600)",
+        ("tests/grammar/test_isolation.py::test_what_goes_wrong_costs_one_grammar",),
     ),
     Mutant(
         "pages that the step under way reads are taken from a request",

@@ -116,21 +116,5 @@ def test_a_lane_is_bounded_and_what_leaves_it_takes_no_place() -> None:
     assert asyncio.run(_queued()) == (["a"] * 3, [True, True, False, True])
 
 
-async def _refused() -> None:
-    lane = Lane(1, 1)
-    assert await lane.take("a")
-    waits = asyncio.create_task(lane.take("a"))
-    await asyncio.sleep(0)
-    lane.refuse(RuntimeError("no"))
-    with pytest.raises(RuntimeError, match="no"):
-        await waits
-    lane.give("a")
-    assert await lane.take("b")
-
-
-def test_those_that_wait_can_be_refused() -> None:
-    asyncio.run(_refused())
-
-
 def test_places_are_given_in_turns() -> None:
     assert asyncio.run(_served()) == ["a", "b", "a", "a"]

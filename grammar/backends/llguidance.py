@@ -28,6 +28,7 @@ from overlap_spec.grammar.dialects.lark import to_lark
 from overlap_spec.grammar.ir.forced_length import ForcedLength, forced_length, unpacked
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching import walk
+from overlap_spec.grammar.rows import allowed
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -218,7 +219,7 @@ class _LLGuidanceMatcher(Matcher):
                 continue
             open_nodes.append((sibling[node], parent, library))
             token = drafted[node]
-            if not walk.allowed(rows[parent], token) or token in self.vocabulary.stop_ids:
+            if not allowed(rows[parent], token) or token in self.vocabulary.stop_ids:
                 continue
             # A copy costs as much as there is text. Behind a state's last child it is not needed
             # any more, unless it is the root's, so a chain takes one.

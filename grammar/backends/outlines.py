@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-import numpy as np
 import outlines_core
 
 from overlap_spec.errors import GrammarError
@@ -26,6 +25,7 @@ from overlap_spec.grammar.ir.epsilon import EpsilonFree
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching.states import Automaton, StateMatcher
+from overlap_spec.grammar.rows import row_of
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -150,9 +150,8 @@ class _Compiled(CompiledGrammar, Automaton[int]):
             if state in self._rows:
                 self._rows.move_to_end(state)
                 return self._rows[state]
-        flags = np.zeros(self.vocabulary.words * 32, np.uint8)
-        flags[self._index.get_allowed_tokens(self._own(state)) or []] = 1
-        row = np.packbits(flags, bitorder="little").view(np.int32) & ~self.vocabulary.stop_row
+        legal = self._index.get_allowed_tokens(self._own(state)) or ()
+        row = row_of(legal, self.vocabulary.words) & ~self.vocabulary.stop_row
         with self._lock:
             self._rows[state] = row
             if len(self._rows) > self._most_rows:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-import numpy as np
-
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher, Row
 from overlap_spec.grammar.ir.network import Network
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching.states import Automaton, StateMatcher
+from overlap_spec.grammar.rows import row_of
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -93,9 +92,7 @@ class _Chart(Automaton[_Set]):
     def row(self, state: _Set) -> Row:
         with self.lock:
             if state.row is None:
-                flags = np.zeros(self.vocabulary.words * 32, np.uint8)
-                flags[list(self._legal(state))] = 1
-                state.row = np.packbits(flags, bitorder="little").view(np.int32)
+                state.row = row_of(self._legal(state), self.vocabulary.words)
             return state.row
 
     def _legal(self, here: _Set) -> Iterator[int]:

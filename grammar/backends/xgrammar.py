@@ -25,6 +25,7 @@ from overlap_spec.grammar.isolation.import_stubs import awaiting, doing_without
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.parsing.ebnf import ForeignConstruct
+from overlap_spec.grammar.rows import allowed
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.memory import trim
@@ -147,7 +148,7 @@ class _XGrammarMatcher(Matcher):
 
     def accept(self, token_id: int) -> bool:
         # The library rejects these too, but prints a warning for each.
-        if self.is_terminated or not walk.allowed(self.vocabulary.text_row, token_id):
+        if self.is_terminated or not allowed(self.vocabulary.text_row, token_id):
             return False
         accepted = bool(self._library.accept_token(token_id))
         if accepted:

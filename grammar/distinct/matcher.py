@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -37,11 +37,11 @@ from overlap_spec.grammar.distinct.text import (
     watched,
 )
 from overlap_spec.grammar.matching import walk
+from overlap_spec.grammar.rows import BITS, allowed, row_of, tokens_of, which_allowed
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 _PUNCTUATION = frozenset(b",]}")
 _START = Place()
-_BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 
 
 def wrap(compiled: CompiledGrammar, plan: bytes) -> CompiledGrammar:
@@ -127,9 +127,10 @@ class TokenSets:
                 behind = text if text[0] in BLANK else text.partition(b",")[2]
                 if behind.count(b'"') > 1:
                     keyed.append(token)
-        self.outside, self.inside = _row(outside, vocabulary), _row(inside, vocabulary)
-        self.fresh, self.keyed = _row(fresh, vocabulary), _row(keyed, vocabulary)
-        self.quoted, self.escaped = _row(quoted, vocabulary), _row(escaped, vocabulary)
+        self.outside, self.inside, self.fresh, self.keyed, self.quoted, self.escaped = (
+            row_of(tokens, vocabulary.words)
+            for tokens in (outside, inside, fresh, keyed, quoted, escaped)
+        )
 
     def beginning(self, text: bytes) -> Iterator[int]:
         """Tokens that begin with a text."""
@@ -154,13 +155,6 @@ _token_sets = lru_cache(4)(TokenSets)
 
 def _has(text: bytes, marks: frozenset[int]) -> bool:
     return not marks.isdisjoint(text)
-
-
-def _row(tokens: Iterable[int], vocabulary: Vocabulary) -> Row:
-    row = np.zeros(vocabulary.words, np.int32)
-    for token in tokens:
-        row[token >> 5] |= _BITS[token & 31]
-    return row
 
 
 class DistinctMatcher(Matcher):
@@ -215,7 +209,7 @@ class DistinctMatcher(Matcher):
         for token in self._suspects(row):
             place = self._after(token)
             if place is None or self._is_dead(place, (token,)):
-                row[token >> 5] &= ~_BITS[token & 31]
+                row[token >> 5] &= ~BITS[token & 31]
             del self._text[self._lengths[-1] :]
 
     def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
@@ -261,19 +255,21 @@ class DistinctMatcher(Matcher):
         """The tokens of a row that may repeat something, or leave nothing but a repetition."""
         place, tokens = self._places[-1], self._compiled.tokens
         frame, has_items = watched(place), self._compiled.has_items
-        found = set(_ids(row & (tokens.fresh if has_items else tokens.keyed)))
+        found = set(tokens_of(row & (tokens.fresh if has_items else tokens.keyed)).tolist())
         if frame is None:
             return found
         if has_items:
             in_text = place.mode in (STRING, KEY)
-            found.update(_ids(row & (tokens.inside if in_text else tokens.outside)))
+            found.update(tokens_of(row & (tokens.inside if in_text else tokens.outside)).tolist())
         if place.mode in (KEY, KEY_START) and place.frame is frame and frame.seen:
             is_escaped = place.mode == KEY and b"\\" in self._text[place.start :]
-            found.update(_ids(row & (tokens.quoted if is_escaped else tokens.escaped)))
+            found.update(
+                tokens_of(row & (tokens.quoted if is_escaped else tokens.escaped)).tolist()
+            )
         for text, is_whole in self._ahead(place, frame):
-            found.update(t for t in tokens.beginning(text) if walk.allowed(row, t))
+            found.update(t for t in tokens.beginning(text) if allowed(row, t))
             if not is_whole:
-                found.update(t for t in tokens.within(text) if walk.allowed(row, t))
+                found.update(t for t in tokens.within(text) if allowed(row, t))
         return found
 
     def _ahead(self, place: Place, frame: Frame) -> Iterator[tuple[bytes, bool]]:
@@ -377,23 +373,10 @@ class DistinctMatcher(Matcher):
             finally:
                 self._inner.rollback(accepted)
             tokens = self.vocabulary.byte_tokens
-            bits = (row[tokens >> 5] >> (tokens & 31)) & 1
-            legal[key] = bytes(np.flatnonzero(bits).astype(np.uint8))
+            legal[key] = bytes(np.flatnonzero(which_allowed(row, tokens)).astype(np.uint8))
         return legal[key]
 
 
 def _is(one: Frame | None, other: Frame) -> bool:
     """Whether two frames are of one array."""
     return one is not None and one.start == other.start
-
-
-def _ids(row: Row) -> list[int]:
-    """The tokens of a row, quickly for rows with few."""
-    found: list[int] = []
-    for word in np.flatnonzero(row).tolist():
-        bits = int(row[word]) & 0xFFFFFFFF
-        while bits:
-            low = bits & -bits
-            found.append(word * 32 + low.bit_length() - 1)
-            bits ^= low
-    return found

@@ -150,6 +150,24 @@ def whole(rules: dict[str, Node], tokens: dict[str, Token]) -> Syntax:
     Raises:
         GrammarError: a rule is missing, or no finite text is allowed.
     """
+
+    def asked(name: str) -> Node:
+        if name not in rules:
+            raise GrammarError(f"EBNF rule {name} is not defined", "ebnf")
+        return rules[name]
+
+    found = _reached(asked, tokens)
+    alive = found.least(_lives, found.tokens)
+    if "root" not in alive:
+        raise GrammarError("the grammar allows no finite text", "ebnf")
+    is_whole = len(alive) == len(found.rules) + len(found.tokens)
+    if is_whole and not any(map(_has_empty_class, found.rules.values())):
+        return found
+    return _reached(lambda name: _living(rules[name], alive), found.tokens)
+
+
+def _reached(body_of: Callable[[str], Node], tokens: dict[str, Token]) -> Syntax:
+    """The rules and tokens that `root` reaches."""
     reached: dict[str, Node] = {}
     used: dict[str, Token] = {}
     pending = ["root"]
@@ -158,31 +176,9 @@ def whole(rules: dict[str, Node], tokens: dict[str, Token]) -> Syntax:
         if name in tokens:
             used[name] = tokens[name]
         elif name not in reached:
-            if name not in rules:
-                raise GrammarError(f"EBNF rule {name} is not defined", "ebnf")
-            reached[name] = rules[name]
-            pending.extend(sorted(references(rules[name]), reverse=True))
-    return _trimmed(reached, used)
-
-
-def _trimmed(rules: dict[str, Node], tokens: dict[str, Token]) -> Syntax:
-    found = Syntax(rules, tokens)
-    alive = found.least(_lives, tokens)
-    if "root" not in alive:
-        raise GrammarError("the grammar allows no finite text", "ebnf")
-    if len(alive) == len(rules) + len(tokens) and not any(map(_has_empty_class, rules.values())):
-        return found
-    kept: dict[str, Node] = {}
-    used: dict[str, Token] = {}
-    pending = ["root"]
-    while pending:
-        name = pending.pop()
-        if name in tokens:
-            used[name] = tokens[name]
-        elif name not in kept:
-            body = kept[name] = _living(rules[name], alive)
+            body = reached[name] = body_of(name)
             pending.extend(sorted(references(body), reverse=True))
-    return Syntax(kept, used)
+    return Syntax(reached, used)
 
 
 def _lives(node: Node, rules: Container[str]) -> bool:

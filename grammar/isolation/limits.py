@@ -11,6 +11,7 @@ from overlap_spec.errors import ConfigError, GrammarError
 FailureKind = Literal[
     "timeout", "out_of_memory", "crash", "busy", "closed", "unavailable", "no_memory"
 ]
+SIMPLIFY = "simplify it (long repetitions are the usual cause)"
 
 
 class CompileFailure(GrammarError):
@@ -52,8 +53,7 @@ class CompileLimits:
         fast_s: Seconds after which a compile counts as long.
         fast_running, long_running: Compiles that run at the same time.
         fast_waiting, long_waiting: Compiles that wait; any more are refused as `busy`.
-        nice, long_nice: Added to the niceness of workers, from the start and once their compile
-            is long, so that the engine's own threads go first.
+        nice: Added to the niceness of workers, so that the engine's own threads go first.
 
     Raises:
         ConfigError: a value is out of range; names it.
@@ -68,16 +68,25 @@ class CompileLimits:
     fast_waiting: int = 1024
     long_waiting: int = 64
     nice: int = 10
-    long_nice: int = 19
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 0 or (value == 0 and name not in ("nice", "long_nice", "long_waiting")):
+            if value < 0 or (value == 0 and name not in ("nice", "long_waiting")):
                 raise ConfigError(f"grammar compile limit {name} cannot be {value}")
-        if self.long_nice < self.nice:
-            raise ConfigError(f"grammar compile limit long_nice cannot be under nice, {self.nice}")
 
-    @property
-    def first_s(self) -> float:
-        """Seconds that a compile may run on the fast queue."""
-        return min(self.fast_s, self.time_s)
+
+class Failed(Exception):
+    """A job has failed: the kind and the reason of its `CompileFailure`."""
+
+    def __init__(self, kind: FailureKind, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+def out_of_memory(limits: CompileLimits, is_its_own: bool) -> Failed:
+    """A job met its own limit of memory, or the machine's."""
+    most = f"{limits.memory_bytes / 2**20:g} MiB of memory"
+    if is_its_own:
+        return Failed("out_of_memory", f"it took more than {most}; {SIMPLIFY}")
+    reason = f"the machine has less than the {most} that it may take; try again later"
+    return Failed("no_memory", reason)

@@ -5,20 +5,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 import os
+import pickle
+import signal
+import subprocess
 import sys
 import threading
-import weakref
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
-from weakref import WeakValueDictionary
 
-from overlap_spec.errors import ConfigError
+from overlap_spec.children import OUTSIDE, is_stopped, without_secrets
+from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar.contract import Backend
+from overlap_spec.grammar.isolation import channel
+from overlap_spec.grammar.isolation.channel import Order, Word
 from overlap_spec.grammar.isolation.jobs import Check, Compile, Job, compile_whole
-from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.grammar.isolation.supervisor import Ask, Supervisor
+from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits, Failed
+from overlap_spec.grammar.isolation.server import FIGURES, Setup
 
 CAN_ISOLATE = sys.platform == "linux"
 
@@ -30,25 +38,20 @@ class InProcess:
     runs in a worker all the same: a pattern may never return while it holds the interpreter lock.
     """
 
-    def __init__(self, backend: Backend | None, limits: CompileLimits, threads: int = 2) -> None:
+    def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
         self._backend = backend
         self._checks = Pool(None, limits) if CAN_ISOLATE else None
-        self._pool = ThreadPoolExecutor(threads, "grammar-compile")
-        self._open: set[Future[Any]] = set()
+        self._pool = ThreadPoolExecutor(2, "grammar-compile")
 
     def submit(self, job: Job, holder: str = "") -> Future[Any]:
         if isinstance(job, Check) and self._checks is not None:
             return self._checks.submit(job, holder)
-        future: Future[Any]
         try:
-            future = self._pool.submit(self._do, job)
+            return self._pool.submit(self._do, job)
         except RuntimeError:
-            future = Future()
-            future.set_exception(CompileFailure("the engine is closed", "closed"))
-            return future
-        self._open.add(future)
-        future.add_done_callback(self._open.discard)
-        return future
+            late = Future[Any]()
+            late.set_exception(CompileFailure("the engine is closed", "closed"))
+            return late
 
     def _do(self, job: Job) -> Any:
         if isinstance(job, Compile) and self._backend is not None:
@@ -59,117 +62,96 @@ class InProcess:
         pass
 
     def close(self) -> None:
-        # Wait only for idle threads: a compile that hangs must not block the caller.
-        self._pool.shutdown(wait=not self._open, cancel_futures=True)
+        self.stop()
         if self._checks is not None:
             self._checks.close()
 
     def stop(self) -> None:
+        # Without waiting: a compile that hangs must not block the caller.
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._checks is not None:
             self._checks.stop()
 
     def snapshot(self) -> dict[str, Any]:
-        return {"isolated": False, "open": len(self._open)}
+        return {"isolated": False}
 
 
-class Crew:
-    """A supervisor and its thread, shared by all pools of a process with equal settings."""
+# The import path comes first, to find the package. `-m` would load the module under two names.
+START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from overlap_spec.grammar.isolation.server import main; main(sys.argv[2:])"
+)
+# Numerical libraries start threads on import; the server must have none.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+# How long a server may take to be ready, and to end, and how often it is looked at.
+READY_S, END_S, LOOK_S = 60.0, 5.0, 1.0
+
+
+class Ask:
+    """A job, who asks for it, the future of its result, and how often it was given to a server."""
+
+    def __init__(self, job: Job, holder: str) -> None:
+        self.job, self.holder, self.tries = job, holder, 0
+        self.body = pickle.dumps(job)
+        self.future: Future[Any] = Future()
+
+    def fail(self, error: Failed) -> None:
+        """Set a `CompileFailure`."""
+        reason = f"{self.job.failed}: {error}"
+        self.land(error=CompileFailure(reason, error.kind, self.job.param))
+
+    def land(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Set a result or an error, unless the future was cancelled."""
+        if self.future.set_running_or_notify_cancel():
+            if error is None:
+                self.future.set_result(result)
+            else:
+                self.future.set_exception(error)
+
+
+class Link:
+    """A server that was started, and whether it was heard of. The kernel kills it when the thread
+    that started it ends, however that happens."""
 
     def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
-        self.supervisor = Supervisor(backend, limits)
-        self.users: set[Pool] = set()
-        self.thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_over = self._has_ended = False
-        self._over = asyncio.Event()
-        self._lock = threading.Lock()
+        self.is_ready, self.since_s = False, time.monotonic()
+        self.outbox = deque[int]()
+        self.end, far = channel.pair()
+        self.end.setblocking(False)
+        kind = type(backend)
+        vocabulary = backend.vocabulary if backend else None
+        setup = Setup(kind.__module__, kind.__qualname__, vocabulary, limits)
+        with far, os.fdopen(os.memfd_create("setup"), "wb") as file:
+            pickle.dump(setup, file)
+            file.flush()
+            given = (far.fileno(), file.fileno())
+            numbers = map(str, (*given, os.getpid()))
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, json.dumps(sys.path), *numbers],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=given,
+                # Ctrl-C reaches only the engine, which drains before it ends.
+                start_new_session=True,
+                env=without_secrets(os.environ) | ONE_THREAD,
+            )
 
-    def join(self, user: Pool) -> bool:
-        """Add a user; False if the crew is about to end."""
-        with self._lock:
-            if not self._is_over:
-                self.users.add(user)
-            return not self._is_over
-
-    def start(self) -> None:
-        """Start the thread unless it runs."""
-        with self._lock:
-            if self.thread is None:
-                self._loop = asyncio.new_event_loop()
-                self.thread = threading.Thread(
-                    target=self._run, name="grammar-compile", daemon=True
-                )
-                self.thread.start()
-
-    def submit(self, ask: Ask) -> None:
-        """Have a job done."""
-        self.start()
-        with self._lock:
-            is_told = not self._has_ended
-            if is_told:
-                self._call(self.supervisor.begin, ask)
-        if not is_told:
-            ask.fail("closed", "the engine was closed")
-            return
-        # Else the future would hold itself, and its result, by what asks.
-        weak = weakref.ref(ask)
-
-        def left(future: Future[Any]) -> None:
-            asks = weak()
-            if asks is not None and future.cancelled():
-                self._call(self.supervisor.leave, asks)
-
-        ask.future.add_done_callback(left)
-
-    def leave(self, user: Pool) -> threading.Thread | None:
-        """Remove a user; the thread, which ends, if it was the last."""
-        with self._lock:
-            self.users.discard(user)
-            self._is_over = self._is_over or not self.users
-        self._call(self._look)
-        return self.thread if self._is_over else None
-
-    def forget(self, user: Pool) -> None:
-        """Remove a user without locks or waiting."""
-        self.users.discard(user)
-        self._call(self._look)
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        # A loop that has ended needs to hear of no end.
-        with contextlib.suppress(RuntimeError):
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _look(self) -> None:
-        with self._lock:
-            self._is_over = self._is_over or not self.users
-        if self._is_over:
-            self._over.set()
-
-    def _run(self) -> None:
-        assert self._loop is not None
-        with contextlib.closing(self._loop) as loop:
-            loop.call_soon(self._look)
-            try:
-                loop.run_until_complete(self.supervisor.run(self._over))
-            finally:
-                with self._lock:
-                    self._is_over = self._has_ended = True
-                # What was asked meanwhile is told.
-                loop.run_until_complete(self.supervisor.end())
-
-
-# The key holds the process id, since a fork copies the table but no thread.
-_CREWS: WeakValueDictionary[tuple[Any, ...], Crew] = WeakValueDictionary()
+    def close(self) -> int:
+        """End the server and with it all workers; its exit code."""
+        self.end.close()
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
 
 
 class Pool:
     """Does jobs in worker processes, for any thread; `CompileLimits` has the scheduling rules.
 
-    Pools with the same backend class, vocabulary and limits share processes, queues and limits;
-    the processes end with the last pool. Nothing starts before the first job. In a fork of
-    the engine's process a pool is closed.
+    One thread of this process sends jobs to a server and reads answers. Nothing starts before the
+    first job. In a fork of the engine's process a pool is closed.
 
     Args:
         backend: What workers compile with; None for jobs that need none.
@@ -181,57 +163,221 @@ class Pool:
 
     def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
         _check_possible(backend)
-        self._pid, self._closed = os.getpid(), False
-        wanted = backend and backend.vocabulary.fingerprint
-        key = (self._pid, type(backend), wanted, limits)
-        crew = _CREWS.get(key)
-        if crew is None or not crew.join(self):
-            crew = _CREWS[key] = Crew(backend, limits)
-            crew.join(self)
-        self._crew = crew
+        self._backend, self._limits = backend, limits
+        self._pid, self._is_closed = os.getpid(), False
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._numbers = itertools.count()
+        self._asks: dict[int, Ask] = {}
+        self._link: Link | None = None
+        self._state = (0,) * len(FIGURES)
 
     def submit(self, job: Job, holder: str = "") -> Future[Any]:
         """Start a job; of those that wait, the holders take turns.
 
         The future raises GrammarError; cancelling it stops the work.
         """
-        ask = Ask(job, holder, Future())
-        if self._is_open():
-            self._crew.submit(ask)
-        else:
-            ask.fail("closed", "the engine is closed")
+        ask, number = Ask(job, holder), next(self._numbers)
+        if not self._call(self._begin, number, ask):
+            ask.fail(Failed("closed", "the engine is closed"))
         return ask.future
 
     def warm(self) -> None:
         """Start in advance what the first job needs; returns at once."""
-        if self._is_open():
-            self._crew.start()
+        self._call(self._start)
 
     def close(self) -> None:
         """End threads and processes; unfinished jobs fail with `CompileFailure`."""
-        if not self._is_ours():
-            return
-        self._closed = True
-        thread = self._crew.leave(self)
-        if thread not in (None, threading.current_thread()):
+        with self._lock:
+            self.stop()
+        thread = self._thread
+        if os.getpid() == self._pid and thread not in (None, threading.current_thread()):
             thread.join()
 
     def stop(self) -> None:
         """Begin to close, without locks or waiting, so that a finalizer may call it."""
-        if self._is_ours():
-            self._closed = True
-            self._crew.forget(self)
+        self._is_closed = True
+        if os.getpid() == self._pid and self._loop is not None:
+            # It may have ended.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._loop.stop)
 
     def snapshot(self) -> dict[str, Any]:
-        """Lanes and workers as plain data."""
-        return self._crew.supervisor.snapshot()
+        """Lanes and workers as plain data, as the server last told them."""
+        link = self._link
+        pid = link.process.pid if link else None
+        return {
+            "isolated": True,
+            "fork_server_pid": pid,
+            **dict(zip(FIGURES, self._state, strict=True)),
+        }
 
-    def _is_open(self) -> bool:
-        return self._is_ours() and not self._closed
+    def _call(self, function: Callable[..., None], *arguments: Any) -> bool:
+        """Have the thread call a function; False if it has ended, or is not ours: a fork of the
+        engine's process copies its memory, but neither its thread nor its workers."""
+        with self._lock:
+            if self._is_closed or os.getpid() != self._pid:
+                return False
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._run, name="grammar-compile")
+                self._thread.daemon = True
+                self._thread.start()
+            self._loop.call_soon_threadsafe(function, *arguments)
+        return True
 
-    def _is_ours(self) -> bool:
-        # A fork of the engine's process copies its memory, but neither its thread nor its workers.
-        return os.getpid() == self._pid
+    # On the thread.
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        with contextlib.closing(self._loop) as loop:
+            loop.call_soon(self._look)
+            loop.run_forever()
+            with self._lock:
+                self._is_closed = True
+            # What was asked meanwhile is told.
+            loop.call_soon(loop.stop)
+            loop.run_forever()
+            if self._link is not None:
+                self._unlink(self._link)
+            self._fail(Failed("closed", "the engine was closed"))
+
+    def _look(self) -> None:
+        """End a server that is not ready in time, or that others have stopped: it would keep its
+        jobs for ever."""
+        assert self._loop is not None
+        link = self._link
+        if link is not None and self._asks:
+            is_late = not link.is_ready and time.monotonic() > link.since_s + READY_S
+            if is_late or is_stopped(link.process.pid):
+                os.killpg(link.process.pid, signal.SIGKILL)
+        self._loop.call_later(LOOK_S, self._look)
+
+    def _fail(self, error: Failed) -> None:
+        """Fail all jobs."""
+        while self._asks:
+            self._asks.popitem()[1].fail(error)
+
+    def _begin(self, number: int, ask: Ask) -> None:
+        if ask.future.cancelled():
+            return
+        self._asks[number] = ask
+
+        # Holds no job: else the future would hold itself, and its result.
+        def left(future: Future[Any]) -> None:
+            if future.cancelled():
+                self._call(self._leave, number)
+
+        ask.future.add_done_callback(left)
+        self._start()
+        self._send(number)
+
+    def _leave(self, number: int) -> None:
+        if self._asks.pop(number, None) is not None:
+            self._send(number)
+
+    def _start(self) -> None:
+        """Start a server unless there is one."""
+        if self._link is not None or self._is_closed:
+            return
+        assert self._loop is not None
+        try:
+            link = self._link = Link(self._backend, self._limits)
+        except OSError as error:
+            reason = f"compile workers cannot be started ({type(error).__name__}: {error})"
+            self._fail(Failed("unavailable", reason))
+            return
+        self._loop.add_reader(link.end, self._hear, link)
+        if self._backend is not None:
+            # While the server does the same.
+            self._loop.call_soon(self._backend.warm)
+
+    def _send(self, number: int) -> None:
+        """Send a job to the server, or, where it is wanted no more, that."""
+        if self._link is not None:
+            self._link.outbox.append(number)
+            self._flush(self._link)
+
+    def _flush(self, link: Link) -> None:
+        assert self._loop is not None
+        while link.outbox:
+            ask = self._asks.get(number := link.outbox[0])
+            order = Order(number, ask.holder, type(ask.job).__name__) if ask else Order(number)
+            try:
+                channel.send(link.end, order, ask.body if ask else -1)
+            except BlockingIOError:
+                self._loop.add_writer(link.end, self._flush, link)
+                return
+            except ConnectionError:
+                # It is gone, which is heard.
+                break
+            except OSError as error:
+                if ask is not None:
+                    reason = f"{type(error).__name__}: {error}; try again later"
+                    self._asks.pop(number).fail(Failed("unavailable", reason))
+            link.outbox.popleft()
+        self._loop.remove_writer(link.end)
+
+    def _hear(self, link: Link) -> None:
+        """Read what the server tells."""
+        message = channel.receive(link.end, Word)
+        if message is None:
+            self._lose(link, "their server ended")
+            return
+        word, fd = message
+        if word.number < 0 and word.failed is not None:
+            self._lose(link, word.reason)
+            return
+        link.is_ready, self._state = True, word.state
+        ask = self._asks.pop(word.number, None)
+        if ask is None:
+            channel.drop(fd)
+        elif word.failed == "refused":
+            ask.land(error=GrammarError(word.reason, word.param))
+        elif word.failed is not None:
+            ask.fail(Failed(word.failed, word.reason))
+        else:
+            self._land(ask, fd)
+
+    def _land(self, ask: Ask, fd: int) -> None:
+        try:
+            body = channel.read(fd, self._limits.result_bytes)
+            result = ask.job.read(self._backend, body)
+        except GrammarError as error:
+            ask.land(error=error)
+        except MemoryError:
+            ask.fail(Failed("no_memory", "this process has none left to read its result"))
+        except Exception as error:
+            reason = f"its result cannot be read: {type(error).__name__}: {error}"
+            ask.fail(Failed("crash", reason))
+        else:
+            ask.land(result)
+
+    def _unlink(self, link: Link) -> int:
+        """Let a server go; its exit code."""
+        assert self._loop is not None
+        self._link = None
+        self._loop.remove_reader(link.end)
+        self._loop.remove_writer(link.end)
+        return link.close()
+
+    def _lose(self, link: Link, reason: str) -> None:
+        """Give the jobs of a server that has ended to another one, once."""
+        code = self._unlink(link)
+        if not link.is_ready and -code not in OUTSIDE:
+            # Another one would fail too; the next job tries again.
+            self._fail(Failed("unavailable", f"compile workers cannot be started ({reason})"))
+            return
+        for number, ask in tuple(self._asks.items()):
+            ask.tries += 1
+            if ask.tries > 1:
+                again = f"compile workers ended ({reason}), for the second time; try again later"
+                self._asks.pop(number).fail(Failed("unavailable", again))
+        if self._asks:
+            self._start()
+            for number in self._asks:
+                self._send(number)
 
 
 def make_pool(

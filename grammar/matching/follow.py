@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar.rows import flags_of
 
 
 class Follower:
@@ -56,5 +57,4 @@ class Follower:
         elif not row.any():
             reason = f"no token goes on after the {len(self._accepted)} tokens so far"
             raise GrammarError(f"{reason}: the vocabulary lacks what the grammar asks for")
-        bits = np.unpackbits(row.view(np.uint8), bitorder="little")
-        return bits[: self.vocabulary.size].view(np.bool_)
+        return flags_of(row)[: self.vocabulary.size]

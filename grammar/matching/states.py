@@ -10,6 +10,7 @@ import numpy as np
 
 from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.matching import walk
+from overlap_spec.grammar.rows import which_allowed
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 State = TypeVar("State")
@@ -41,8 +42,7 @@ class Automaton(ABC, Generic[State]):
         if (tokens < 0).any():
             return b""
         while len(found) < walk.LONGEST_FORCED and not self.is_final(state):
-            words = self.row(state)[tokens >> 5]
-            (ahead,) = np.nonzero((words >> (tokens & 31)) & 1)
+            (ahead,) = np.nonzero(which_allowed(self.row(state), tokens))
             after = self.after(state, int(tokens[ahead[0]])) if len(ahead) == 1 else None
             if after is None:
                 break

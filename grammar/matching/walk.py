@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from overlap_spec.grammar.contract import Links, Matcher, Row
+from overlap_spec.grammar.rows import allowed, which_allowed
 
 LONGEST_FORCED = 257
 
@@ -115,15 +116,8 @@ def forced_bytes(matcher: Matcher, path: Sequence[int]) -> bytes:
     row = np.zeros(matcher.vocabulary.words, np.int32)
     while len(found) < LONGEST_FORCED and not ahead.is_complete:
         ahead.fill(row)
-        (legal,) = np.nonzero((row[tokens >> 5] >> (tokens & 31)) & 1)
+        (legal,) = np.nonzero(which_allowed(row, tokens))
         if len(legal) != 1 or not ahead.accept(int(tokens[legal[0]])):
             break
         found.append(int(legal[0]))
     return bytes(found)
-
-
-def allowed(row: Row, token: int) -> bool:
-    """Whether a mask row allows a token; tokens outside the row are not allowed."""
-    if not 0 <= token < len(row) * 32:
-        return False
-    return bool((int(row[token >> 5]) >> (token & 31)) & 1)

@@ -22,6 +22,7 @@ from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.reasoning.reply import MOST_GAP
 from overlap_spec.grammar.reasoning.tables import BREAK, Patch, marker_tokens
+from overlap_spec.grammar.rows import tokens_of
 from overlap_spec.grammar.spec import Grammar
 
 # Phases of a matcher: undecided whether there is thinking, inside it, in the gap after it, inside
@@ -105,9 +106,8 @@ class ReasoningGrammar(CompiledGrammar):
         return at + taken, text[taken:]
 
     def _first_bytes(self) -> set[int]:
-        bits = np.unpackbits(self._start_row.view(np.uint8), bitorder="little")
-        texts = self.vocabulary.text
-        return {texts[token][0] for token in np.flatnonzero(bits).tolist() if texts[token]}
+        texts, legal = self.vocabulary.text, tokens_of(self._start_row).tolist()
+        return {texts[token][0] for token in legal if texts[token]}
 
     def _begins(self, text: bytes) -> bool:
         """Whether the inner grammar can begin with a text."""

@@ -26,6 +26,7 @@ from overlap_spec.grammar.room.bodies import Bodies, Body
 from overlap_spec.grammar.room.graph import RuleGraph
 from overlap_spec.grammar.room.rules import ENDLESS, Ints, RoomRules
 from overlap_spec.grammar.room.trie import Repeats, TokenTrie
+from overlap_spec.grammar.rows import packed, tokens_of, which_allowed
 
 # Positions of a place; one with more is not followed: as if no text went on there.
 MOST_ITEMS = 4000
@@ -144,7 +145,7 @@ class Step(NamedTuple):
         if self.kinds is not None:
             flags[: len(self.kinds)] = np.append(fits, False)[self.of_kind][self.kinds]
         flags[self.few] = fits[self.few_after]
-        return row & np.packbits(flags, bitorder="little").view(np.int32)
+        return row & packed(flags, len(row))
 
     def nearest(
         self, row: Ints, needs: npt.NDArray[np.int64], count: int
@@ -157,7 +158,7 @@ class Step(NamedTuple):
             needs: int64 `(places,)`: tokens that are enough behind each.
         """
         if self.kinds is None:
-            inside = np.flatnonzero((row[self.few >> 5] >> (self.few & 31)) & 1)
+            inside = np.flatnonzero(which_allowed(row, self.few))
             after = self.few_after[inside]
             order = np.lexsort((self.few[inside], needs[after]))[:count]
             first = self.few[inside[order]].tolist()
@@ -620,9 +621,7 @@ class _Reading:
         assert self._kinds is not None
         if not self._others:
             return self._repeats.within(len(self._heads) - 1)
-        flags = np.zeros(self._chart.trie.words * 32, np.bool_)
-        flags[: len(self._kinds)] = self._kinds >= 0
-        return np.packbits(flags, bitorder="little").view(np.int32)
+        return packed(self._kinds >= 0, self._chart.trie.words)
 
     def step(self, tokens: npt.NDArray[np.int64]) -> Step:
         """The step, with these tokens read one by one."""
@@ -699,11 +698,3 @@ def _alike(here: Place, spans: list[tuple[int, int, int]]) -> list[tuple[int, in
         firsts = [low, *inside]
         found += [(a, b - 1, number) for a, b in pairwise([*firsts, high + 1])]
     return found
-
-
-def tokens_of(row: Ints) -> npt.NDArray[np.int64]:
-    """int64 `(n,)`: the tokens of a mask row, in order."""
-    words = np.flatnonzero(row)
-    flags = np.unpackbits(row[words].view(np.uint8), bitorder="little").reshape(-1, 32)
-    at, bit = np.nonzero(flags)
-    return words[at] * 32 + bit

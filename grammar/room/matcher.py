@@ -19,6 +19,7 @@ from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.room.chart import Chart, Place, Step
 from overlap_spec.grammar.room.room import AHEAD_TOKENS, APART_TOKENS, Room
+from overlap_spec.grammar.rows import BITS
 
 # Where items or keys must differ: how many tokens are tried, how many steps they may take together,
 # since each asks for a mask of its own, and how many ways go on from each; and by how many tokens
@@ -243,7 +244,7 @@ class RoomMatcher(Matcher):
         for token, place in step.nearest(asked, needs, TRIED):
             if left[0] > 0 and self.inner.accept(token):
                 if self._ends(chart, place, room, left):
-                    kept[token >> 5] |= np.array(1 << (token & 31), np.uint32).astype(np.int32)
+                    kept[token >> 5] |= BITS[token & 31]
                 self.inner.rollback(1)
 
     def _ends(self, chart: Chart, place: Place, room: int, left: list[int]) -> bool:

@@ -10,6 +10,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from overlap_spec.grammar.rows import packed
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 # Bodies of repetitions of which it is kept which tokens they make, and for how many sets of tokens
@@ -52,10 +53,8 @@ class Repeats:
         """int32 `(words,)`: tokens of at most so many of the texts."""
         found = self._within.get(most)
         if found is None:
-            flags = np.zeros(self._words * 32, np.bool_)
-            flags[: len(self.counts)] = (self.counts >= 0) & (self.counts <= most)
-            packed = np.packbits(flags, bitorder="little")
-            found = self._within[most] = packed.view(np.int32)
+            flags = (self.counts >= 0) & (self.counts <= most)
+            found = self._within[most] = packed(flags, self._words)
         return found
 
     def parts(self, tokens: npt.NDArray[np.int64], others: tuple[int, ...], most: int) -> Parts:

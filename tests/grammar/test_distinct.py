@@ -19,7 +19,7 @@ from overlap_spec.grammar import Grammar, GrammarCompiler, Matcher, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.distinct.matcher import DistinctGrammar, DistinctMatcher
-from overlap_spec.grammar.matching.walk import allowed
+from overlap_spec.grammar.rows import allowed
 
 PIECES = [
     *('",', ',"', '","', '["', '"]', '],[', '],', '[[', '["a"', '"a"', '"a', 'a"', '"a",', '"a","'),

@@ -19,6 +19,7 @@ from overlap_spec.grammar.ir.forced_length import forced_length
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.reasoning.matcher import wrap
+from overlap_spec.grammar.rows import allowed
 from tests.support.grammars import STOP, TEXTS, VOCABULARY, encode, ids, random_ebnf
 
 PERSON = Grammar.json_schema(
@@ -261,7 +262,7 @@ def test_runs_of_a_real_tokenizer_are_its_own() -> None:
     text = '{"title":{"value":"'
     found = runs.tokens(text.encode(), Guesses())
     assert found == tokenizer.encode(text)
-    assert walk.allowed(tokenizer.vocabulary.text_row, found[0])
+    assert allowed(tokenizer.vocabulary.text_row, found[0])
 
 
 def doubled(times: int, more: str = "") -> Grammar:

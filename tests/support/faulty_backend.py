@@ -18,7 +18,7 @@ import numpy as np
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
-from overlap_spec.grammar.isolation.channel import send_body
+from overlap_spec.grammar.isolation.channel import Word, send
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -88,10 +88,7 @@ class FaultyBackend(Backend):
             case "masks":
                 return Text(str(self.makes_masks), os.getpid())
             case "forge":
-                forge(rest.encode())
-            case "feign":
-                forge(b'{"answer": "ended", "code": -9}')
-                time.sleep(600)
+                forge(rest.encode("latin-1"))
             case "forge-plan":
                 # A grammar that is rebuilt: how long its plan is, that it has no data, its plan.
                 forge(b"", struct.pack("<I?", 1, False) + b"]")
@@ -132,7 +129,7 @@ def forge(message: bytes, body: bytes | None = None) -> None:
                 if body is None:
                     end.send(message)
                 else:
-                    send_body(end, body, answer="done", goes_on=False)
+                    send(end, Word(), body)
 
 
 class Homebound(FaultyBackend):
@@ -152,19 +149,3 @@ class Threaded(FaultyBackend):
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__(vocabulary)
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-
-
-class Stillborn(FaultyBackend):
-    """The first worker that is forked never begins; `home` is the process that compiles in none."""
-
-    home = 0
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        super().__init__(vocabulary)
-        if os.getpid() == self.home:
-            return
-        births: list[None] = []
-        os.register_at_fork(
-            before=lambda: births.append(None),
-            after_in_child=lambda: time.sleep(60 if len(births) == 1 else 0),
-        )
