@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from overlap_spec.kernels import cpu
 from overlap_spec.kernels.dispatch import use
-from overlap_spec.models.packing import NativeLinear, PackedLinear, pack
+from overlap_spec.models.packing import NativeLinear, PackedLinear, onednn_packs, pack
 from overlap_spec.models.quantization import (
     LARGEST,
     LEAST,
@@ -123,7 +123,7 @@ def test_a_recorded_product_takes_any_number_of_rows(dtype: torch.dtype) -> None
 
 
 def test_references_and_other_sizes_are_onednns() -> None:
-    dtypes = DTYPES if torch.ops.mkldnn._is_mkldnn_bf16_supported() else [torch.float32]
+    dtypes = [dtype for dtype in DTYPES if onednn_packs(dtype)]
     with use("reference"):
         module = nn.Sequential(*(nn.Linear(8, 8).to(dtype) for dtype in dtypes))
         pack(module)
