@@ -203,7 +203,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
         "max_new_tokens",
     ),
     ("/generate", {"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params", "2 values"),
-    ("/generate", {"text": "a", "lora_path": "x"}, "lora_path", "no adapters"),
+    ("/generate", {"text": "a", "lora_path": "x"}, "lora_path", "by its name"),
     ("/generate", {"text": "a", "rid": "x" * 257}, "rid", "at most 256"),
     ("/generate", {"text": ["a"], "rid": ["x" * 257]}, "rid[0]", "at most 256"),
     ("/generate", {"text": "a", "logprob_start_len": 0}, "logprob_start_len", "-1 is taken"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_spec.worker.cuda import CudaStreams
-from overlap_spec.worker.streams import CpuStreams, InlineStreams, Streams, ThreadStream
+from overlap_spec.worker.streams import CpuStreams, InlineStreams, Streams, ThreadStream, Value
 from tests.support.streams import ChaosStream, ThreadStreams
 
 KINDS = [
@@ -53,11 +53,11 @@ def test_waiting_on_an_event_that_was_never_recorded_raises(streams: Streams) ->
 def test_work_runs_in_order_and_values_arrive(streams: Streams) -> None:
     seen: list[int] = []
 
-    def add(number: int) -> int:
-        seen.append(number)
-        return number + 1
+    def add(last: Value[int] | None) -> int:
+        seen.append(last.get() if last is not None else 0)
+        return seen[-1] + 1
 
-    value = streams.compute.run("first", add, 0)
+    value = streams.compute.run("first", add, None)
     for _ in range(5):
         value = streams.compute.run("next", add, value)
     event = streams.event()
