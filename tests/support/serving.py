@@ -55,7 +55,7 @@ def children(pid: int) -> list[int]:
 
 def _forks_workers(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"isolation.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
 
 
