@@ -37,8 +37,8 @@ std::optional<Tensor> of(const std::optional<Tensor>& biases, int64_t expert) {
 }
 
 // As the reference, but that gates come first with a limit too; up (E, 2 I / L, H / P, L, P),
-// down (E, H / L, I / P, L, P) of L lanes. A token's experts are added in their own order, so a row has the
-// same bits beside any others.
+// down (E, H / L, I / P, L, P) of L lanes. A token's experts are added in their own order, so a row
+// has the same bits beside any others.
 Tensor mix(const Tensor& x, const Tensor& given, const Tensor& shares, const Tensor& up,
            const Tensor& down, const std::optional<Tensor>& up_bias,
            const std::optional<Tensor>& down_bias, std::optional<double> limit) {

@@ -108,7 +108,12 @@ def rounded_rows(rows: int) -> int:
 
 def multiplies_natively(linear: nn.Linear) -> bool:
     """Whether the layer's product can be the native one."""
-    return linear.in_features % 4 == 0 and not wants_references() and cpu.multiplies()
+    return linear.in_features % 4 == 0 and has_native_products()
+
+
+def has_native_products() -> bool:
+    """Whether products are the native ones, not the references' and not oneDNN's."""
+    return not wants_references() and cpu.multiplies()
 
 
 def narrowed(weight: Tensor) -> Tensor:
@@ -138,7 +143,7 @@ def packed_experts(experts: ExpertWeights, config: ExpertsConfig) -> nn.Module:
     read = 1 if takes_turns else 2
     matrices = experts.gate_up_proj, experts.down_proj
     fits = all(each.shape[read] % 4 == 0 and each.dtype in PACKED_DTYPES for each in matrices)
-    if fits and not wants_references() and cpu.multiplies():
+    if fits and has_native_products():
         return NativeExperts(experts, takes_turns)
     return experts
 
@@ -155,9 +160,15 @@ def packed(linear: nn.Linear) -> nn.Module:
     return PackedLinear(linear) if onednn_packs(dtype) else linear
 
 
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself, with AMX or AVX512-BF16."""
+    probes = (torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported)
+    return torch.backends.mkldnn.is_available() and any(probe() for probe in probes)
+
+
 def onednn_packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN lays out weights of a type on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
-    has_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype is torch.float32 or (dtype is torch.bfloat16 and has_bfloat16)
+    packs_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype is torch.float32 or (dtype is torch.bfloat16 and packs_bfloat16)

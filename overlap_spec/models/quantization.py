@@ -32,7 +32,7 @@ from overlap_spec.kernels.dispatch import wants_references
 from overlap_spec.kernels.scripting import is_tracing, traceable
 from overlap_spec.models.dequantize import Grid
 from overlap_spec.models.experts import Experts
-from overlap_spec.models.packing import multiplies_natively, rounded_rows
+from overlap_spec.models.packing import has_native_products, multiplies_natively, rounded_rows
 
 LARGEST = 127
 # Of a row of zeros: its scale must not be zero.
@@ -45,7 +45,7 @@ HEADS = ("lm_head", "head")
 
 def has_int8() -> bool:
     """Whether products of bytes are summed in 32 bits: by oneDNN with AVX512-VNNI, or natively."""
-    return has_vnni() or (cpu.multiplies() and not wants_references())
+    return has_vnni() or has_native_products()
 
 
 def has_vnni() -> bool:

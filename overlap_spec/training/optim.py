@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from overlap_spec.models.packing import has_bfloat16
 from overlap_spec.models.places import part_views
 
 _NS = (3.4445, -4.7750, 2.0315)
@@ -18,9 +19,7 @@ def product_type(device: torch.device) -> torch.dtype:
 
     A processor that does not is many times slower in it.
     """
-    probes = (torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported)
-    known = device.type != "cpu" or any(probe() for probe in probes)
-    return torch.bfloat16 if known else torch.float32
+    return torch.bfloat16 if device.type != "cpu" or has_bfloat16() else torch.float32
 
 
 def mixed(device: torch.device) -> torch.autocast:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from overlap_spec.memory import control_groups
+from overlap_spec.models.packing import has_bfloat16
 
 # On 2 cores one thread is faster at 8 MB of weights, two are at 80 MB: a team of threads waits for
 # its slowest several times a layer, and a small pass is over sooner than that wait.
@@ -38,12 +39,6 @@ def pick_threads(asked: int | None, weight_bytes: int, processes: int = 1) -> in
         cores -= 1
     cores //= processes
     return max(1, min(weight_bytes // THREAD_BYTES, cores, torch.get_num_threads()))
-
-
-def has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself, with AMX or AVX512-BF16."""
-    probes = (torch.cpu._is_amx_tile_supported, torch.cpu._is_avx512_bf16_supported)
-    return torch.backends.mkldnn.is_available() and any(probe() for probe in probes)
 
 
 def pick_float(stored: torch.dtype, count: int) -> torch.dtype:

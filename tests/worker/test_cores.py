@@ -13,13 +13,13 @@ import torch
 
 from overlap_spec.config import EMBEDDED, OVERLAP_MODES, EngineConfig
 from overlap_spec.errors import ConfigError
+from overlap_spec.models.packing import has_bfloat16
 from overlap_spec.worker import cores
 from overlap_spec.worker.build import build_streams, overlap_mode, pick_dtype, weight_bytes
 from overlap_spec.worker.cores import (
     BFLOAT16_BYTES,
     THREAD_BYTES,
     cpu_quota,
-    has_bfloat16,
     physical_cores,
     pick_float,
     pick_threads,

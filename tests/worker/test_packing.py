@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from overlap_spec.kernels.dispatch import use
-from overlap_spec.models.packing import PackedLinear, pack, rounded_rows
-from overlap_spec.worker.cores import has_bfloat16
+from overlap_spec.models.packing import PackedLinear, has_bfloat16, pack, rounded_rows
 from overlap_spec.worker.streams import torch_threads
 
 
