@@ -49,6 +49,17 @@ def lanes() -> int:
     return found
 
 
+def team() -> int:
+    """Threads that this thread's native operations run on; 0: as many as torch's."""
+    found: int = torch.ops.overlap_spec.team()
+    return found
+
+
+def set_team(members: int) -> None:
+    """Let this thread's native operations run on ``members`` threads; 0: on as many as torch's."""
+    torch.ops.overlap_spec.set_team(members)
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """A weight ``(N, K)`` in the native products' order ``(N / lanes, K / P, lanes, P)``, P numbers
     in 4 bytes; float32, bfloat16 or int8, K a multiple of 4."""

@@ -20,6 +20,8 @@ TORCH_LIBRARY(overlap_spec, m) {
   m.def("top_candidates(Tensor logits, int count, Tensor? offsets) -> (Tensor, Tensor)");
   m.def("after_tokens(Tensor moves, Tensor states, Tensor texts, Tensor tokens) -> Tensor");
   m.def("lanes() -> int", [] { return lanes::LANES; });
+  m.def("team() -> int", [] { return int64_t{Team::members()}; });
+  m.def("set_team(int members) -> ()", [](int64_t members) { Team::members() = members; });
   m.def("pack(Tensor weight) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
   m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");

@@ -209,10 +209,12 @@ void in_strips(const Work& work, int64_t m, int64_t blocks, int64_t grain,
   using Strip = void (Work::*)(int64_t, int64_t, int64_t) const;
   constexpr Strip STRIPS[] = {&Work::template strip<LESS + 1>...};
   int64_t parts = (m + MOST_ROWS - 1) / MOST_ROWS, rows = (m + parts - 1) / parts;
-  ::parallel_for(0, blocks, std::max<int64_t>(1, grain), [&](int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; block += BLOCKS)
+  // In fours, as many as are multiplied beside each other.
+  ::parallel_for(0, (blocks + 3) / 4, std::max<int64_t>(1, grain / 4), [&](int64_t begin, int64_t end) {
+    int64_t last = std::min(4 * end, blocks);
+    for (int64_t block = 4 * begin; block < last; block += BLOCKS)
       for (int64_t row = 0; row < m; row += rows)
-        (work.*STRIPS[std::min(rows, m - row) - 1])(row, block, std::min(block + BLOCKS, end));
+        (work.*STRIPS[std::min(rows, m - row) - 1])(row, block, std::min(block + BLOCKS, last));
   });
 }
 

@@ -1,21 +1,24 @@
 // Tensors as runs of memory, and work on them by a thread's team.
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <omp.h>
 
+#include <algorithm>
 #include <cstdint>
 
-// As at::parallel_for, which a library of its own takes for new in each thread: it would set the
-// number of threads that this one was given back to the process's.
+#include "team.h"
+
+// Parts of [begin, end), worth `grain` or more together, by this thread's team.
 template <typename Work>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Work& work) {
   if (begin >= end) return;
-  if (end - begin > grain && omp_get_max_threads() > 1 && !omp_in_parallel())
-    at::internal::invoke_parallel(begin, end, grain, work);
-  else
-    work(begin, end);
+  int members = Team::members() ? Team::members() : omp_get_max_threads();
+  if (end - begin <= grain || members == 1 || Team::is_at_work()) return work(begin, end);
+  int64_t size = std::max<int64_t>(1, grain / 4), count = (end - begin + size - 1) / size;
+  Team::mine().run(count, members, [&](int64_t first, int64_t last) {
+    work(begin + first * size, std::min(end, begin + last * size));
+  });
 }
 
 template <typename T>

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from overlap_spec.kernels import cpu
 from overlap_spec.memory import control_groups
-from overlap_spec.models.packing import has_bfloat16
+from overlap_spec.models.packing import has_bfloat16, has_native_products
 
 # On 2 cores one thread is faster at 8 MB of weights, two are at 80 MB: a team of threads waits for
 # its slowest several times a layer, and a small pass is over sooner than that wait.
@@ -39,6 +42,41 @@ def pick_threads(asked: int | None, weight_bytes: int, processes: int = 1) -> in
         cores -= 1
     cores //= processes
     return max(1, min(weight_bytes // THREAD_BYTES, cores, torch.get_num_threads()))
+
+
+def get_pass_threads() -> int:
+    """Threads that passes compute with in this thread."""
+    team = cpu.team() if has_native_products() else 0
+    return team or torch.get_num_threads()
+
+
+def set_pass_threads(count: int) -> None:
+    """Let passes compute with ``count`` threads in this thread.
+
+    Where products are native their team has them, and torch's operations run on one: its team would
+    spin for milliseconds after each of them, on the other one's cores.
+    """
+    if has_native_products():
+        cpu.set_team(count)
+        count = 1
+    torch.set_num_threads(count)
+
+
+@contextmanager
+def pass_threads(count: int | None) -> Iterator[None]:
+    """:func:`set_pass_threads` for a while; None changes nothing."""
+    if count is None:
+        yield
+        return
+    native, threads = has_native_products(), torch.get_num_threads()
+    team = cpu.team() if native else 0
+    set_pass_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if native:
+            cpu.set_team(team)
 
 
 def pick_float(stored: torch.dtype, count: int) -> torch.dtype:
@@ -88,10 +126,10 @@ def _own_cores(cpus: Path) -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+    for number in os.sched_getaffinity(0):
+        siblings = cpus / f"cpu{number}" / "topology" / "thread_siblings_list"
         try:
             cores.add(siblings.read_text().strip())
         except OSError:
-            cores.add(str(cpu))
+            cores.add(str(number))
     return len(cores)

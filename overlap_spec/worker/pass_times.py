@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overlap_spec.kernels import Tree
 from overlap_spec.tiers import Tier
+from overlap_spec.worker.cores import get_pass_threads
 from overlap_spec.worker.worker import Worker
 
 # Times a pass is run at most, after once that is not counted; the least counts, since what else
@@ -117,7 +118,7 @@ def least_ms(
         rows: On the device that it runs on.
         together: Whether ranks run it beside this one, as often.
     """
-    alone = not rows.is_cuda and torch.get_num_threads() == 1
+    alone = not rows.is_cuda and get_pass_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
     outputs = run()
     took = []

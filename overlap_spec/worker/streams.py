@@ -19,12 +19,13 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
 import torch
+
+from overlap_spec.worker.cores import pass_threads, set_pass_threads
 
 T = TypeVar("T")
 RecordSpan = Callable[[str, str, int, int, int], None]
@@ -129,20 +130,6 @@ class Streams(ABC):
         """End all threads, after what is queued."""
 
 
-@contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch compute with ``count`` threads (None: as many as it does) in this thread."""
-    before = torch.get_num_threads()
-    if count is None or count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class _Passing:
     """One record of a CPU event: when it passed, and the error that came before it.
 
@@ -193,7 +180,7 @@ class InlineStream(Stream):
     """Does its work at once, in the caller's thread: nothing overlaps.
 
     Args:
-        threads: Of torch, for what is run; None: those of the caller.
+        threads: Of a pass; None: those of the caller.
     """
 
     def __init__(
@@ -205,7 +192,7 @@ class InlineStream(Stream):
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
         value: Value[T] = Value()
         start = time.perf_counter_ns()
-        with torch_threads(self._threads):
+        with pass_threads(self._threads):
             value.set(work(*args))
         end = time.perf_counter_ns()
         self._busy_ns += end - start
@@ -228,7 +215,7 @@ class ThreadStream(Stream):
     """A thread that does its work in order.
 
     Args:
-        threads: Of torch, for what is run; None: those of the process.
+        threads: Of a pass; None: those of the process.
     """
 
     def __init__(
@@ -250,7 +237,7 @@ class ThreadStream(Stream):
         def job() -> None:
             # Asked first: a thread that has not computed yet would forget what it is told.
             torch.get_num_threads()
-            torch.set_num_threads(threads)
+            set_pass_threads(threads)
             done.set()
 
         self._queue.put(job)

@@ -22,8 +22,8 @@ from overlap_spec.models.quantization import (
     has_vnni,
     round_rows,
 )
+from overlap_spec.worker.cores import pass_threads
 from overlap_spec.worker.graphs import TracedGraph
-from overlap_spec.worker.streams import torch_threads
 
 native = pytest.mark.skipif(not cpu.multiplies(), reason="no native products on this machine")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -48,7 +48,7 @@ def test_products_of_floats(
     plain = nn.Linear(*sizes, bias=bias).to(dtype)
     layer = NativeLinear(plain)
     x = rows_of_very_different_sizes(130, sizes[0], dtype)
-    with torch.inference_mode(), torch_threads(threads):
+    with torch.inference_mode(), pass_threads(threads):
         got = layer(x)
         exact = copy.deepcopy(plain).double()(x.double())
         off = (got.double() - exact).norm(dim=1) / exact.norm(dim=1)

@@ -24,7 +24,7 @@ from overlap_spec.models.quantization import (
 from overlap_spec.models.tensors import grid_names
 from overlap_spec.models.weights import load_decoder
 from overlap_spec.types import Output
-from overlap_spec.worker.streams import torch_threads
+from overlap_spec.worker.cores import pass_threads
 from tests.support.quantised import CPU, LAYOUTS, draw, write
 from tests.support.tiers import few
 
@@ -65,7 +65,7 @@ def test_products(sizes: tuple[int, int], size: int, dtype: torch.dtype) -> None
         got = layer(x)
         assert ((got.float() - want).norm(dim=1) / want.norm(dim=1)).max() < 0.02
         for threads in (1, 2):
-            with torch_threads(threads):
+            with pass_threads(threads):
                 for rows in (0, 1, 2, 3, 5, 6, 7, 12, 13, 33, 129):
                     assert torch.equal(layer(x[:rows]), got[:rows]), rows
                     assert torch.equal(layer(x[130 - rows :]), got[130 - rows :]), rows

@@ -8,7 +8,7 @@ from torch import nn
 
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.models.packing import PackedLinear, has_bfloat16, pack, rounded_rows
-from overlap_spec.worker.streams import torch_threads
+from overlap_spec.worker.cores import pass_threads
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -45,7 +45,7 @@ def test_a_row_in_bfloat16_has_the_same_bits_at_any_number_of_rows(
     torch.manual_seed(0)
     layer = PackedLinear(nn.Linear(*sizes).bfloat16())
     x = torch.randn(32, sizes[0]).bfloat16()
-    with torch.inference_mode(), torch_threads(threads):
+    with torch.inference_mode(), pass_threads(threads):
         want = layer(x)
         for rows in (1, 2, 3, 6, 8, 16, 24):
             assert torch.equal(layer(x[:rows]), want[:rows]), rows

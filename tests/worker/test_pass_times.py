@@ -7,8 +7,8 @@ import time
 import torch
 from torch import Tensor
 
+from overlap_spec.worker.cores import pass_threads
 from overlap_spec.worker.pass_times import RUNS, least_ms
-from overlap_spec.worker.streams import torch_threads
 
 
 def test_a_pass_of_one_thread_is_timed_by_its_work() -> None:
@@ -21,11 +21,11 @@ def test_a_pass_of_one_thread_is_timed_by_its_work() -> None:
         time.sleep(0.3)
         return (torch.ones(3),)
 
-    with torch_threads(1):
+    with pass_threads(1):
         took, outputs = least_ms(run, torch.zeros(1), together=True)
     assert ran == 1 + RUNS
     assert torch.equal(outputs[0], torch.ones(3))
     assert 0 < took < 300
-    with torch_threads(2):
+    with pass_threads(2):
         took, _ = least_ms(run, torch.zeros(1), together=False)
     assert took >= 300

@@ -27,7 +27,7 @@ from overlap_spec.models.quantization import (
 from overlap_spec.types import Output
 from overlap_spec.worker import build
 from overlap_spec.worker.build import build_streams, check_quantization
-from overlap_spec.worker.streams import torch_threads
+from overlap_spec.worker.cores import pass_threads
 from tests.support.tiers import few
 
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
@@ -57,7 +57,7 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows(
     layer = Int8Linear(plain)
     # Rows of very different sizes: one must not decide how another is rounded.
     x = (torch.randn(200, sizes[0]) * torch.logspace(-3, 3, 200)[:, None]).to(dtype)
-    with torch.inference_mode(), torch_threads(threads):
+    with torch.inference_mode(), pass_threads(threads):
         want = layer(x)
         off = (want - plain(x)).float().norm(dim=1) / plain(x).float().norm(dim=1)
         assert off.max() < 0.025

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from overlap_spec.worker.cores import get_pass_threads
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.streams import CpuStreams, InlineStreams, Streams, ThreadStream, Value
 from tests.support.streams import ChaosStream, ThreadStreams
@@ -117,7 +118,7 @@ def test_an_error_reaches_the_host_through_every_stream_behind_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["inline", "threads"])
-def test_what_is_run_has_torch_threads_of_its_own(kind: str) -> None:
+def test_what_is_run_has_threads_of_its_own(kind: str) -> None:
     """From the first product on, whatever the caller and other threads are told meanwhile."""
     before = torch.get_num_threads()
     try:
@@ -133,7 +134,7 @@ def test_what_is_run_has_torch_threads_of_its_own(kind: str) -> None:
             passed = made.event()
             # Large enough for a team, which is when torch looks the number up.
             product = made.compute.run("add", torch.randn(1 << 17).add, 1)
-            count = made.compute.run("count", torch.get_num_threads)
+            count = made.compute.run("count", get_pass_threads)
             made.compute.record(passed)
             passed.synchronize()
             assert product.get().shape == (1 << 17,)
