@@ -37,7 +37,7 @@ for _head, _decode, _prefill in (
     (64, (64, 64, 4, 3), (128, 64, 8, 3)),
     (128, (64, 32, 8, 3), (128, 32, 8, 3)),
     (256, (32, 16, 4, 3), (64, 16, 8, 3)),
-    (512, (32, 16, 8, 2), (32, 16, 8, 2)),
+    (512, (32, 16, 8, 3), (32, 16, 8, 3)),
 ):
     TABLE[f"attention.decode/16bit/{_head}"] = attention(*_decode)
     TABLE[f"attention.prefill/16bit/{_head}"] = attention(*_prefill)
