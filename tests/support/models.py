@@ -213,7 +213,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # As V2-Lite: queries of the stream, experts chosen freely.
     "deepseek-v2": (
         "DeepseekV2",
-        {**LATENT, "q_lora_rank": None, "attention_bias": True, "rope_parameters": MSCALE},
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "attention_bias": True,
+            "rope_parameters": MSCALE,
+        },
     ),
     "deepseek-v2-groups": (
         "DeepseekV2",
