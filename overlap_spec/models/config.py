@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -392,6 +393,11 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
         longer = hf["max_position_embeddings"] / scaling["original_max_position_embeddings"]
         scaling.setdefault("factor", longer)
     return RopeConfig(theta, kind, tuple(sorted(scaling.items())), share, factors)
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """What YaRN multiplies queries and keys by in a context that is ``factor`` times as long."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _numbers(name: str, value: Any) -> tuple[float, ...]:

@@ -102,7 +102,8 @@ class Experts(nn.Module):
         grouped = scores.unflatten(1, (config.groups, -1))
         best = grouped.topk(config.best, -1)[0].sum(-1).topk(config.open_groups, -1)[1]
         added = torch.full_like(grouped[..., 0], -torch.inf).scatter(1, best, 0.0)
-        return (grouped + added[..., None]).flatten(1)
+        opened: Tensor = (grouped + added[..., None]).flatten(1)
+        return opened
 
     def forward(self, x: Tensor) -> Tensor:
         """``(T, H)`` → ``(T, H)``."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.config import RopeConfig
+from overlap_spec.models.config import RopeConfig, yarn_scale
 
 
 def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
@@ -99,11 +99,6 @@ def _yarn(
         if more and less:
             attention /= yarn_scale(factor, less)
     return frequencies, attention
-
-
-def yarn_scale(factor: float, weight: float) -> float:
-    """What YaRN multiplies queries and keys by in a context that is ``factor`` times as long."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(

@@ -15,8 +15,8 @@ from overlap_spec.models.config import (
     number,
     read_rope,
     whole,
+    yarn_scale,
 )
-from overlap_spec.models.rope import yarn_scale
 
 ARCHITECTURE = "DeepseekV2ForCausalLM"
 LAYOUT = Layout(
