@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from bench.common import ROOT
-from bench.kernel_work import Draw, Work, attention, works
+from bench.kernel_work import Draw, Work, attention, latents, works
 from overlap_spec.kernels.tuning import Config, Table, own_table, trial
 
 FOLDER = ROOT / "kernels" / "tuning"
@@ -51,12 +51,14 @@ def tuning_works(device: torch.device, seed: int) -> dict[str, list[Work]]:
     """Entry → works that it is tuned on: all that it rules, and attention at every head size."""
     found: dict[str, list[Work]] = {}
     draw = Draw(device, torch.bfloat16, seed)
+    both = draw, Draw(device, torch.float32, seed)
     extra = [
         attention(d, batch, queries, prefix, tree=queries <= 64, head_dim=dim)
-        for d in (draw, Draw(device, torch.float32, seed))
+        for d in both
         for dim in (32, 64, 128, 256)
         for batch, queries, prefix in SIZES
     ]
+    extra += [latents(d, *size, tree=size[1] <= 64) for d in both for size in SIZES]
     for work in [*works(draw), *extra]:
         if work.config is not None:
             found.setdefault(work.config, []).append(work)

@@ -21,6 +21,8 @@ from overlap_spec.kernels.experts import MANY
 HIDDEN, INTERMEDIATE, LAYERS = 4096, 14336, 32
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 VOCAB, DRAFT_VOCAB = 128256, 32000
+# DeepSeek-V3's latents, and what of their keys is rotated.
+LATENT, TURNED = 512, 64
 # Qwen3-30B-A3B's mixture.
 EXPERTS, PER_TOKEN, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768
 PAGE, NODES, TOP_K, STEPS, CONTEXT = 16, 16, 8, 5, 4096
@@ -311,24 +313,40 @@ def attention(
     """Queries of each request behind ``prefix`` keys: a tree's, or causal ones."""
     what = "draft" if first else "tree" if tree else "causal"
     name = f"{batch}x{queries}@{prefix}/{what}/{head_dim}"
-    return _attention(d, name, (queries,) * batch, prefix, queries if tree else 0, first, head_dim)
+    nodes = queries if tree else 0
+    return _attention(d, name, (queries,) * batch, prefix, nodes, first, (KV_HEADS, head_dim, 0))
+
+
+def latents(d: Draw, batch: int, queries: int, prefix: int, tree: bool = False) -> Work:
+    """The same over latents that all heads share."""
+    name = f"{batch}x{queries}@{prefix}/{'tree' if tree else 'causal'}/{LATENT}+{TURNED}"
+    nodes = queries if tree else 0
+    return _attention(d, name, (queries,) * batch, prefix, nodes, 0, (1, LATENT, TURNED))
 
 
 def ragged(d: Draw, counts: tuple[int, ...], prefix: int, nodes: int = 0) -> Work:
     """Each request's number of queries: of a tree of ``nodes`` nodes, or (0) of a chunk."""
     name = f"ragged_{len(counts)}x{max(counts)}@{prefix}/{'tree' if nodes else 'causal'}"
-    return _attention(d, name, counts, prefix, nodes, 0, HEAD_DIM)
+    return _attention(d, name, counts, prefix, nodes, 0, (KV_HEADS, HEAD_DIM, 0))
 
 
 def _attention(
-    d: Draw, name: str, counts: tuple[int, ...], prefix: int, nodes: int, first: int, head_dim: int
+    d: Draw,
+    name: str,
+    counts: tuple[int, ...],
+    prefix: int,
+    nodes: int,
+    first: int,
+    shape: tuple[int, int, int],
 ) -> Work:
+    """``shape``: heads of keys, their size, and what a latent's key has more."""
+    kv_heads, dim, rest = shape
     batch, total, longest, item = len(counts), sum(counts), max(counts), d.dtype.itemsize
     width = nodes or longest
     pages = -(-(prefix + width) // PAGE)
 
     def draw() -> tuple[Any, ...]:
-        k, v = (d.normal(batch * pages, PAGE, KV_HEADS, head_dim) for _ in range(2))
+        k, v = (d.normal(batch * pages, PAGE, kv_heads, size) for size in (rest or dim, dim))
         start = torch.full((batch,), prefix, device=d.device)
         offset = torch.cat([torch.arange(count, device=d.device) for count in counts])
         mask = offsets = None
@@ -339,18 +357,18 @@ def _attention(
             offsets = torch.tensor([0, *accumulate(counts)], device=d.device)
         places = d.distinct(batch * pages, batch * pages).view(batch, pages)
         span = KeySpan(places, start, prefix + offset, mask, first, offsets, longest)
-        return d.normal(total, HEADS, head_dim), k, v, span
+        return d.normal(total, HEADS, dim + rest), k, v, span
 
     # What a query sees on average: the prefix, and of the window about half.
     seen = sum(count * (prefix + (nodes or count) / 2) for count in counts)
     keys = sum(prefix + (nodes or count) for count in counts)
-    size = max(16, 1 << (head_dim - 1).bit_length())
-    kind = "prefill" if longest * HEADS // KV_HEADS > 64 else "decode"
+    size = max(16, 1 << (dim - 1).bit_length())
+    kind = "prefill" if longest * HEADS // kv_heads > 64 else "decode"
     return Work(
         f"attention/{name}",
         kernels.tree_attention,
         draw,
-        2 * (keys * KV_HEADS + total * HEADS) * head_dim * item,
-        int(4 * seen * HEADS * head_dim),
+        (keys * kv_heads * ((rest or dim) + dim) + total * HEADS * (2 * dim + rest)) * item,
+        int(2 * seen * HEADS * (2 * dim + rest)),
         config=f"attention.{kind}/{8 * item}bit/{size}",
     )

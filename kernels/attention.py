@@ -280,8 +280,9 @@ def page_slots(pages: Tensor, logical: Tensor, page_size: int) -> Tensor:
 def move_kv(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
     """Copy slots ``source`` to slots ``target`` in every layer, all read before any is written.
 
-    ``k_cache, v_cache (layers, pages, page_size, kv_heads, D)``; ``source, target`` int64
-    ``(B, W)``; no row of ``source`` meets another row's ``target``, and targets are distinct.
+    ``k_cache, v_cache (layers, pages, page_size, kv_heads, D)``, each of its own D; ``source,
+    target`` int64 ``(B, W)``; no row of ``source`` meets another row's ``target``, and targets are
+    distinct.
     """
     source, target = source.flatten(), target.flatten()
     for cache in (k_cache, v_cache):
@@ -303,19 +304,21 @@ def tree_attention(
     Args:
         q: ``(T, heads, D)``; heads is a multiple of kv_heads, head h reads kv head
             ``h // (heads / kv_heads)``.
-        k_cache, v_cache: ``(pages, page_size, kv_heads, D)``.
+        k_cache, v_cache: ``(pages, page_size, kv_heads, D)``. Or of latents (DeepSeek-V2, arXiv
+            2405.04434): ``v_cache (…, V)`` and ``k_cache (…, D - V)``, of which a key is its value
+            with what ``k_cache`` has behind it.
         span: Which keys are seen; every query must see at least one.
         window: Sliding window in tokens, the query's own position included, or None; longer
             than a tree is deep.
         scoring: Scale, soft cap and sinks of the scores.
 
     Returns:
-        ``(T, heads * D)``.
+        ``(T, heads * D)``, of latents ``(T, heads * V)``.
     """
     if span.offsets is None or span.mask is not None:
         return _attend(q, k_cache, v_cache, span, window, scoring)
     # Requests may be of very different lengths: each by itself reads and masks its own keys only.
-    out = q.new_empty(q.shape[0], q.shape[1] * q.shape[2])
+    out = q.new_empty(q.shape[0], q.shape[1] * v_cache.shape[3])
     for here, own in span.requests(k_cache.shape[1]):
         out[here] = _attend(q[here], k_cache, v_cache, own, window, scoring)
     return out
@@ -349,7 +352,7 @@ def _attend(
         shared = own, order, added, TOGETHER_BYTES
         mixed = _by_request(queries, k_cache, v_cache, pages, *shared, *rule)
     mixed = mixed.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4)
-    return span.flat(mixed.flatten(2))
+    return span.flat(mixed[..., : v_cache.shape[3]].flatten(2))
 
 
 def _mix(
@@ -394,6 +397,9 @@ def _at_once(
 ) -> Tensor:
     """Attention of ``q (B, kv_heads, Q, D)`` over ``pages (B, P)``, all copied before.
 
+    What is mixed of latents is their keys, which begin with them: torch's kernel wants both of one
+    size.
+
     Args:
         added: To the scores ``(B, 1, Q', P * page_size)``: rows of 0 from Q to Q'.
         scale, soft_cap: As in :class:`Scoring`; sinks: ``(kv_heads, Q')``, one a row.
@@ -401,11 +407,13 @@ def _at_once(
     rows, missing = q.size(2), added.size(2) - q.size(2)
     if missing > 0:
         q = F.pad(q, [0, 0, 0, missing])
-    batch, kv_heads, dim = q.size(0), q.size(1), q.size(3)
-    every = pages.flatten()
+    batch, kv_heads, every = q.size(0), q.size(1), pages.flatten()
     # Whole pages are copied, which indexing by a matrix of them would do number by number.
-    keys = k_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
-    values = v_cache.index_select(0, every).view(batch, -1, kv_heads, dim).transpose(1, 2)
+    keys = k_cache.index_select(0, every).view(batch, -1, kv_heads, k_cache.size(3))
+    values = v_cache.index_select(0, every).view(batch, -1, kv_heads, v_cache.size(3))
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    if q.size(3) > keys.size(3):
+        keys = values = torch.cat([values, keys], -1)
     mixed = _mix(q, keys, values, added, scale, soft_cap, sinks)
     return mixed[:, :, :rows] if missing > 0 else mixed
 
@@ -435,7 +443,7 @@ def _by_request(
         own, order: As :meth:`KeySpan.own_pages` gives them.
     """
     batch, page_size = q.size(0), k_cache.size(1)
-    page_bytes = k_cache[0].numel() * k_cache.element_size()
+    page_bytes = v_cache[0].numel() * v_cache.element_size()
     counts: List[int] = own.tolist()  # noqa: UP006
     most = counts[-1]
     few = batch * most * page_bytes <= together_bytes

@@ -19,7 +19,7 @@ from tests.support.tiers import few
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overlap_spec"
 # Architectures that others are versions of.
-FAMILIES = ("cohere", "gemma2", "gemma3", "glm")
+FAMILIES = ("cohere", "deepseek_v2", "gemma2", "gemma3", "glm")
 
 
 class Case(NamedTuple):

@@ -25,8 +25,8 @@ using namespace lanes;
 
 // Numbers that are worth a thread, and products of numbers.
 constexpr int64_t GRAIN = 1 << 14, PRODUCTS = 1 << 17;
-// Keys that are widened together.
-constexpr int64_t KEYS = 32;
+// Keys that are widened together, and heads of a group for which they are, at most.
+constexpr int64_t KEYS = 32, HEADS = 8;
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 int64_t grain(int64_t numbers, int64_t worth = GRAIN) {
@@ -229,32 +229,48 @@ struct Rule {
   const float* sinks;
 };
 
-// The rows of a request that read one head of keys: `group` heads of `count` queries.
+// Rows of a request that read one head of keys: `some` heads of `count` queries.
 template <typename T>
 struct Rows {
   const T* q;
   T* out;
-  int64_t heads, dim, group, first_query, count, head;
+  int64_t heads, dim, some, first_query, count, first_head;
 
-  int64_t size() const { return group * count; }
-  int64_t query(int64_t row) const { return row / group; }
-  int64_t query_head(int64_t row) const { return head * group + row % group; }
-  int64_t place(int64_t row) const {
-    return ((first_query + query(row)) * heads + query_head(row)) * dim;
-  }
+  int64_t size() const { return some * count; }
+  int64_t query(int64_t row) const { return row / some; }
+  int64_t query_head(int64_t row) const { return first_head + row % some; }
+  int64_t place(int64_t row) const { return (first_query + query(row)) * heads + query_head(row); }
 };
 
-// Keys and values of one head by logical position.
+int64_t padded(int64_t numbers) { return (numbers + LANES - 1) / LANES * LANES; }
+
+// Numbers by a factor; zeros if they are not there.
+template <typename T>
+void widen(const T* from, float* to, int64_t count, bool there, float factor = 1.0f) {
+  for (int64_t i = 0; i < count; i += LANES)
+    store(to + i, load(from + i, there ? count - i : 0) * factor);
+}
+
+// Keys and values of one head by logical position; of latents a key is its value and `k` behind it.
 template <typename T>
 struct Cached {
   const T *k, *v;
   const int64_t* pages;
-  int64_t page_size, kv_heads, dim, head, count;
+  int64_t page_size, kv_heads, k_dim, v_dim, head, count;
+  bool latent;
 
   int64_t place(int64_t key) const {
     int64_t page = pages[key / page_size];
     TORCH_CHECK(page >= 0 && page < count, "pages: outside of the cache");
-    return ((page * page_size + key % page_size) * kv_heads + head) * dim;
+    return (page * page_size + key % page_size) * kv_heads + head;
+  }
+  // Numbers of a widened value, and of a widened key before what `k` has.
+  int64_t value() const { return padded(v_dim); }
+  int64_t before() const { return latent ? value() : 0; }
+  // Of a key, or of a query with it.
+  void widen_key(const T* value, const T* key, float* to, bool there, float factor = 1.0f) const {
+    if (latent) widen(value, to, v_dim, there, factor);
+    widen(key, to + before(), k_dim, there, factor);
   }
 };
 
@@ -272,11 +288,12 @@ inline void score(const float* query, const float* keys, int64_t wide, float* sc
   }
 }
 
+// Values of `wide` numbers, one each `stride`.
 inline void add_values(float* sums, const float* values, const float* weights, float kept,
-                       int64_t wide, int64_t count) {
+                       int64_t wide, int64_t stride, int64_t count) {
   for (int64_t i = 0; i < wide; i += LANES) {
     Floats sum = load(sums + i) * kept;
-    for (int64_t j = 0; j < count; ++j) sum += weights[j] * load(values + j * wide + i);
+    for (int64_t j = 0; j < count; ++j) sum += weights[j] * load(values + j * stride + i);
     store(sums + i, sum);
   }
 }
@@ -284,27 +301,26 @@ inline void add_values(float* sums, const float* values, const float* weights, f
 template <typename T>
 void attend(const Rows<T>& rows, const Cached<T>& cached, const Sight& sight, const Rule& rule,
             int64_t prefix, int64_t keys, float* room) {
-  int64_t size = rows.size(), dim = rows.dim, wide = (dim + LANES - 1) / LANES * LANES;
-  float *queries = room, *values = queries + size * wide, *k = values + KEYS * wide;
+  int64_t size = rows.size(), inner = cached.value();
+  int64_t wide = cached.before() + padded(cached.k_dim), stride = cached.latent ? wide : inner;
+  float *queries = room, *k = queries + size * wide;
+  float *values = cached.latent ? k : k + KEYS * wide;
   // What rows have so far: sums of values by weight, the weights' sum, the largest score.
-  float *sums = k + KEYS * wide, *weight = sums + size * wide, *most = weight + size;
+  float *sums = k + KEYS * (wide + inner), *weight = sums + size * inner, *most = weight + size;
   std::fill(sums, weight, 0.0f);
   for (int64_t row = 0; row < size; ++row) {
     most[row] = rule.sinks ? rule.sinks[rows.query_head(row)] : NEVER;
     weight[row] = rule.sinks ? 1.0f : 0.0f;
-    const T* q = rows.q + rows.place(row);
-    for (int64_t i = 0; i < wide; i += LANES)
-      store(queries + row * wide + i, load(q + i, std::max<int64_t>(0, dim - i)) * rule.scale);
+    const T* q = rows.q + rows.place(row) * rows.dim;
+    cached.widen_key(q, cached.latent ? q + cached.v_dim : q, queries + row * wide, true, rule.scale);
   }
   for (int64_t start = 0; start < keys; start += KEYS) {
     int64_t count = std::min(KEYS, keys - start);
     for (int64_t j = 0; j < KEYS; ++j) {
       int64_t at = j < count ? cached.place(start + j) : 0;
-      for (int64_t i = 0; i < wide; i += LANES) {
-        int64_t left = j < count ? dim - i : 0;
-        store(k + j * wide + i, load(cached.k + at + i, left));
-        store(values + j * wide + i, load(cached.v + at + i, left));
-      }
+      const T* value = cached.v + at * cached.v_dim;
+      cached.widen_key(value, cached.k + at * cached.k_dim, k + j * wide, j < count);
+      if (!cached.latent) widen(value, values + j * inner, cached.v_dim, j < count);
     }
     bool all_seen = !sight.window && start >= sight.first && start + KEYS <= prefix;
     for (int64_t row = 0; row < size; ++row) {
@@ -332,13 +348,13 @@ void attend(const Rows<T>& rows, const Cached<T>& cached, const Sight& sight, co
       float kept = lanes::exp(all(most[row] - now))[0];
       most[row] = now;
       weight[row] = weight[row] * kept + sum(total);
-      add_values(sums + row * wide, values, scores, kept, wide, count);
+      add_values(sums + row * inner, values, scores, kept, inner, stride, count);
     }
   }
   for (int64_t row = 0; row < size; ++row)
-    for (int64_t i = 0; i < dim; i += LANES)
-      store(rows.out + rows.place(row) + i,
-            load(sums + row * wide + i) / weight[row], dim - i);
+    for (int64_t i = 0; i < cached.v_dim; i += LANES)
+      store(rows.out + rows.place(row) * cached.v_dim + i,
+            load(sums + row * inner + i) / weight[row], cached.v_dim - i);
 }
 
 Tensor tree_attention(const Tensor& given, const Tensor& k_cache, const Tensor& v_cache,
@@ -358,32 +374,37 @@ Tensor tree_attention(const Tensor& given, const Tensor& k_cache, const Tensor& 
     TORCH_CHECK(each.scalar_type() == at::kLong, "pages, prefix and positions: int64");
   int64_t batch = pages.size(0), columns = pages.size(1), total = q.size(0), heads = q.size(1);
   int64_t dim = q.size(2), page_size = k_cache.size(1), kv_heads = k_cache.size(2);
-  int64_t wide = (dim + LANES - 1) / LANES * LANES, group = heads / kv_heads;
+  int64_t k_dim = k_cache.size(3), v_dim = v_cache.size(3), group = heads / kv_heads;
+  TORCH_CHECK(dim == k_dim ? k_dim == v_dim : dim == k_dim + v_dim, "q: of a key's size");
   const int64_t* starts = bounds.has_value() ? data<int64_t>(offsets) : nullptr;
   Sight sight{data<int64_t>(positions), mask.has_value() ? data<bool>(seen) : nullptr,
               mask.has_value() ? seen.size(1) : 0, first, window};
   Rule rule{static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(dim)))), {},
             sinks.has_value() ? data<float>(sunk) : nullptr};
   if (soft_cap) rule.soft_cap = static_cast<float>(*soft_cap);
-  Tensor out = at::empty({total, heads * dim}, q.options());
-  int64_t most = columns * page_size;
+  Tensor out = at::empty({total, heads * v_dim}, q.options());
+  int64_t most = columns * page_size, parts = (group + HEADS - 1) / HEADS;
   typed(q, [&](auto kind) {
     using T = decltype(kind);
-    int64_t worth = batch ? total * heads / std::max<int64_t>(1, batch * kv_heads) * most * dim : 1;
-    ::parallel_for(0, batch * kv_heads, grain(worth, PRODUCTS), [&](int64_t begin, int64_t end) {
+    int64_t units = batch * kv_heads * parts;
+    int64_t worth = total * heads / std::max<int64_t>(1, units) * most * dim;
+    ::parallel_for(0, units, grain(worth, PRODUCTS), [&](int64_t begin, int64_t end) {
       static thread_local Scratch scratch;
       for (int64_t unit = begin; unit < end; ++unit) {
-        int64_t b = unit / kv_heads, head = unit % kv_heads;
+        int64_t b = unit / parts / kv_heads, head = unit / parts % kv_heads;
+        int64_t before_head = unit % parts * HEADS, some = std::min(HEADS, group - before_head);
         int64_t start = starts ? starts[b] : b * (total / batch);
         int64_t count = (starts ? starts[b + 1] : (b + 1) * (total / batch)) - start;
         if (count == 0) continue;
         int64_t before = data<int64_t>(prefix)[b];
         int64_t keys = before + (sight.mask ? sight.width : count);
         TORCH_CHECK(before >= 0 && keys <= most, "prefix: more keys than pages have");
-        Rows<T> rows{data<T>(q), into<T>(out), heads, dim, group, start, count, head};
+        Rows<T> rows{data<T>(q), into<T>(out), heads, dim, some, start, count,
+                     head * group + before_head};
         Cached<T> cached{data<T>(k_cache), data<T>(v_cache), data<int64_t>(pages) + b * columns,
-                         page_size, kv_heads, dim, head, k_cache.size(0)};
-        float* room = scratch.take(2 * (rows.size() + KEYS) * wide + 2 * rows.size());
+                         page_size, kv_heads, k_dim, v_dim, head, k_cache.size(0), k_dim != dim};
+        int64_t wide = cached.before() + padded(k_dim) + cached.value();
+        float* room = scratch.take((rows.size() + KEYS) * wide + 2 * rows.size());
         attend(rows, cached, sight, rule, before, keys, room);
       }
     });

@@ -64,13 +64,16 @@ def _window_bits(words, offset, live, WORDS: tl.constexpr):
 def _attend(
     q, k_cache, v_cache, pages, prefix, positions, mask, offsets, sinks, out, part, log_sum,
     queries, q_query, q_head, pages_row, width, first, window, key_slot, key_head, scale, cap,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINK: tl.constexpr,
-    SPLITS: tl.constexpr, LEAST: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    SIZE: tl.constexpr, WORDS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, REST: tl.constexpr,
+    PAGE: tl.constexpr, RAGGED: tl.constexpr, TREE: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, SINK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SIZE: tl.constexpr, REST_SIZE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows (query, head of the group) of one key head over one share of its keys."""
+    """One tile of rows (query, head of the group) of one key head over one share of its keys.
+
+    Of latents a key is its value, of DIM numbers, and REST more, which ``k_cache`` has.
+    """
     head = tl.program_id(1) % HEADS
     split = tl.program_id(1) // HEADS
     request = tl.program_id(2).to(tl.int64)
@@ -88,6 +91,12 @@ def _attend(
     own = live[:, None] & (column < DIM)[None, :]
     q_row = query.to(tl.int64) * q_query + (head * GROUP + member) * q_head
     tile = tl.load(q + begin * q_query + q_row[:, None] + column[None, :], mask=own, other=0.0)
+    if REST:
+        later = tl.arange(0, REST_SIZE)
+        rest = tl.load(
+            q + begin * q_query + q_row[:, None] + (DIM + later)[None, :],
+            mask=live[:, None] & (later < REST)[None, :], other=0.0,
+        )  # fmt: skip
     start = tl.load(prefix + request).to(tl.int32)
     # Blocks from open_low to open_end are seen by every row as a whole.
     if TREE:
@@ -122,7 +131,8 @@ def _attend(
     mean = tl.zeros([ROWS, SIZE], tl.float32)
     pages += request * pages_row
     words = mask + begin * WORDS + query * WORDS
-    k_cache += head * key_head
+    if REST == 0:
+        k_cache += head * key_head
     v_cache += head * key_head
     key = low + tl.arange(0, KEYS)
     # Pages are looked up a block ahead: a copy that waited for its address could not be under way
@@ -131,11 +141,21 @@ def _attend(
     for block in tl.range(low, high, KEYS):
         key = block + tl.arange(0, KEYS)
         present = key < high
-        slot = (page * PAGE + key % PAGE) * key_slot
+        place = page * PAGE + key % PAGE
+        slot = place * key_slot
         page = tl.load(pages + (key + KEYS) // PAGE, mask=key + KEYS < high, other=0)
         inside = present[:, None] & (column < DIM)[None, :]
-        keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
-        score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
+        if REST:
+            values = tl.load(v_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
+            turned = tl.load(
+                k_cache + ((place * HEADS + head) * REST)[:, None] + later[None, :],
+                mask=present[:, None] & (later < REST)[None, :], other=0.0,
+            )  # fmt: skip
+            score = tl.dot(tile, tl.trans(values), input_precision="ieee")
+            score = tl.dot(rest, tl.trans(turned), score, input_precision="ieee") * scale
+        else:
+            keys = tl.load(k_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
+            score = tl.dot(tile, tl.trans(keys), input_precision="ieee") * scale
         if CAP:
             # Of the scaled product over the cap; the cap brings its logarithm's base along.
             score = soft_sign(score) * cap
@@ -160,7 +180,8 @@ def _attend(
         pivot = tl.where(new_best == -float("inf"), 0.0, new_best)
         weight = tl.exp2(score - pivot[:, None])
         fade = tl.exp2(best - pivot)
-        values = tl.load(v_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
+        if REST == 0:
+            values = tl.load(v_cache + slot[:, None] + column[None, :], mask=inside, other=0.0)
         total = total * fade + tl.sum(weight, 1)
         mean = tl.dot(weight.to(values.dtype), values, mean * fade[:, None], input_precision="ieee")
         best = new_best
@@ -233,11 +254,12 @@ def tree_attention(
     require_float("tree_attention", q, k_cache, v_cache)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("tree_attention: the cache of a layer must be contiguous")
-    total, heads, dim = q.shape
+    total, heads, dim = q.shape[0], q.shape[1], v_cache.shape[3]
+    rest = q.shape[2] - dim
     batch, page_size, kv_heads = span.pages.shape[0], k_cache.shape[1], k_cache.shape[2]
     group, device, size = heads // kv_heads, q.device, max(16, power_of_two(dim))
     ragged, tree = span.offsets is not None, span.mask is not None
-    apart = flash.takes(q, span, window, scoring)
+    apart = not rest and flash.takes(q, span, window, scoring)
     if apart and not tree:
         return flash.attend(q, k_cache, v_cache, span, window, scoring)[0].flatten(1)
     queries = span.longest if ragged else total // batch
@@ -260,7 +282,7 @@ def tree_attention(
         log_sum = torch.empty(part.shape[:2], dtype=torch.float32, device=device)
     scale, cap, sinks = scoring
     # Scores are taken in base 2; under a cap only once they have been bent.
-    factor = (1 / math.sqrt(dim) if scale is None else scale) * (1 / cap if cap else LOG2_E)
+    factor = (1 / math.sqrt(q.shape[2]) if scale is None else scale) * (1 / cap if cap else LOG2_E)
     launch(
         _attend, (tiles, kv_heads * shares, batch),
         q, k_cache, v_cache, pages, span.prefix.contiguous(), span.positions.contiguous(),
@@ -269,10 +291,10 @@ def tree_attention(
         out if sinks is None else sinks.contiguous(), out, part, log_sum,
         queries, *q.stride()[:2], pages.stride(0),
         width, span.first, window or 0, kv_heads * dim, dim, factor, (cap or 0.0) * LOG2_E,
-        HEADS=kv_heads, GROUP=group, DIM=dim, PAGE=page_size, RAGGED=ragged,
+        HEADS=kv_heads, GROUP=group, DIM=dim, REST=rest, PAGE=page_size, RAGGED=ragged,
         TREE=tree, WINDOW=window is not None, CAP=cap is not None, SINK=sinks is not None,
         SPLITS=splits, LEAST=least, ROWS=tuned["rows"],
-        KEYS=tuned["keys"], SIZE=size, WORDS=-(-width // 64),
+        KEYS=tuned["keys"], SIZE=size, REST_SIZE=max(16, power_of_two(rest)), WORDS=-(-width // 64),
         num_warps=tuned["num_warps"], num_stages=tuned["num_stages"],
     )  # fmt: skip
     if apart:

@@ -111,26 +111,28 @@ def page_slots(pages: Tensor, logical: Tensor, page_size: int) -> Tensor:
 
 @triton.jit
 def _move_kv(
-    k_cache, v_cache, source, target, width, layer_stride, slot_size,
+    k_cache, v_cache, source, target, width, k_layer, v_layer, k_size, v_size,
     WIDTH: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """All slots of one request's path: a piece of each, in one layer of one cache."""
-    blocks = tl.cdiv(slot_size, SIZE)
+    """All slots of one request's path: a piece of each key and value, in one layer."""
+    blocks = tl.cdiv(tl.maximum(k_size, v_size), SIZE)
     layer = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * SIZE + tl.arange(0, SIZE)
     step = tl.arange(0, WIDTH)
     alive = step < width
-    inside = alive[:, None] & (column < slot_size)[None, :]
+    is_key = alive[:, None] & (column < k_size)[None, :]
+    is_value = alive[:, None] & (column < v_size)[None, :]
     path = tl.program_id(1).to(tl.int64) * width + step
-    come = (tl.load(source + path, mask=alive, other=0) * slot_size)[:, None] + column[None, :]
-    go = (tl.load(target + path, mask=alive, other=0) * slot_size)[:, None] + column[None, :]
-    here = layer * layer_stride
-    key = tl.load(k_cache + here + come, mask=inside)
-    value = tl.load(v_cache + here + come, mask=inside)
+    come = tl.load(source + path, mask=alive, other=0)[:, None]
+    go = tl.load(target + path, mask=alive, other=0)[:, None]
+    k_cache += layer * k_layer + column[None, :]
+    v_cache += layer * v_layer + column[None, :]
+    key = tl.load(k_cache + come * k_size, mask=is_key)
+    value = tl.load(v_cache + come * v_size, mask=is_value)
     # A target may be another thread's source: all must have read before any writes.
     tl.debug_barrier()
-    tl.store(k_cache + here + go, key, mask=inside)
-    tl.store(v_cache + here + go, value, mask=inside)
+    tl.store(k_cache + go * k_size, key, mask=is_key)
+    tl.store(v_cache + go * v_size, value, mask=is_value)
 
 
 def move_kv(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) -> None:
@@ -138,12 +140,13 @@ def move_kv(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) ->
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("move_kv: the caches must be contiguous")
     batch, width = source.shape
-    layers, slot_size = k_cache.shape[0], k_cache.shape[3] * k_cache.shape[4]
+    layers, sizes = k_cache.shape[0], [k_cache[0, 0, 0].numel(), v_cache[0, 0, 0].numel()]
     rows = power_of_two(width)
     tuned = config("move_kv", k_cache.device)
-    size = min(max(16, tuned["elements"] // rows), power_of_two(slot_size))
+    size = min(max(16, tuned["elements"] // rows), power_of_two(max(sizes)))
     launch(
-        _move_kv, (layers * -(-slot_size // size), batch),
+        _move_kv, (layers * -(-max(sizes) // size), batch),
         k_cache, v_cache, source.contiguous(), target.contiguous(), width,
-        k_cache.stride(0), slot_size, WIDTH=rows, SIZE=size, num_warps=tuned["num_warps"],
+        k_cache.stride(0), v_cache.stride(0), *sizes,
+        WIDTH=rows, SIZE=size, num_warps=tuned["num_warps"],
     )  # fmt: skip

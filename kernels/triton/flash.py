@@ -4,8 +4,8 @@ It has no mask of trees. So a chunk's attention is its own, causal; of a tree it
 which all nodes see, this project's kernel takes the tree's own keys, and the two are joined by the
 logarithms of their weights' sums. Lengths stay on the device (``cache_seqlens``), as capture asks.
 
-Left to the other kernel are float32, draft caches, whose slot 0 does not exist, and trees in a
-sliding window: what a node sees of its prefix depends on its depth there.
+Left to the other kernel are float32, latents, draft caches, whose slot 0 does not exist, and trees
+in a sliding window: what a node sees of its prefix depends on its depth there.
 """
 
 # ruff: noqa: N803

@@ -37,9 +37,12 @@ for _head, _decode, _prefill in (
     (64, (64, 64, 4, 3), (128, 64, 8, 3)),
     (128, (64, 32, 8, 3), (128, 32, 8, 3)),
     (256, (32, 16, 4, 3), (64, 16, 8, 3)),
+    (512, (32, 16, 8, 3), (32, 16, 8, 3)),
 ):
     TABLE[f"attention.decode/16bit/{_head}"] = attention(*_decode)
     TABLE[f"attention.prefill/16bit/{_head}"] = attention(*_prefill)
-for _head, _keys, _rows in ((16, 64, 32), (32, 64, 32), (64, 32, 32), (128, 32, 16), (256, 16, 16)):
+for _head, _keys, _rows in (
+    (16, 64, 32), (32, 64, 32), (64, 32, 32), (128, 32, 16), (256, 16, 16), (512, 16, 16),
+):  # fmt: skip
     TABLE[f"attention.decode/32bit/{_head}"] = attention(_rows, _keys, 4, 2)
     TABLE[f"attention.prefill/32bit/{_head}"] = attention(_rows, _keys, 4, 2)

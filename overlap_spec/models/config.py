@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,6 +41,16 @@ MOST = {
     "n_layer": 2**12,
     "n_head": 2**12,
     "n_positions": 2**27,
+    "q_lora_rank": 2**17,
+    "kv_lora_rank": 2**17,
+    "qk_nope_head_dim": 2**12,
+    "qk_rope_head_dim": 2**12,
+    "v_head_dim": 2**12,
+    "n_routed_experts": 2**12,
+    "n_shared_experts": 2**12,
+    "n_group": 2**12,
+    "topk_group": 2**12,
+    "moe_layer_freq": 2**12,
 }
 # Of an MLP with gates, and of one without.
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -82,11 +93,17 @@ class ExpertsConfig:
         count, per_token: Experts of a layer, and those that a token is sent to.
         intermediate_size: Of one expert.
         layers: One entry a layer: whether it has experts.
-        normalised: The chosen ones' shares add up to 1.
+        normalised: The chosen ones' shares add up to 1, before they are multiplied by ``factor``.
         limit: None: SwiGLU, with one matrix an expert in the file. A number: GPT-OSS's experts,
             with biases, and inputs of the activation clamped to it.
-        shared_size: Intermediate size of an expert beside them that every token is sent to, by a
-            gate of its own; 0: there is none.
+        shared_size: Intermediate size of an expert beside them that every token is sent to; 0:
+            there is none.
+        shared_gate: That expert has a gate of its own.
+        wide: The router's scores are computed in float32.
+        sigmoid: Shares are the scores' sigmoid, to which a bias is added where experts are chosen
+            (arXiv 2412.19437, section 2.1.2); otherwise their softmax.
+        groups, open_groups: Runs of experts, and those of them that a token may choose from: whose
+            ``best`` experts have the highest sum.
     """
 
     count: int
@@ -96,6 +113,31 @@ class ExpertsConfig:
     normalised: bool = True
     limit: float | None = None
     shared_size: int = 0
+    shared_gate: bool = True
+    wide: bool = False
+    sigmoid: bool = False
+    factor: float = 1.0
+    groups: int = 1
+    open_groups: int = 1
+    best: int = 1
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Shape of attention over latents (arXiv 2405.04434, section 2.1); ``head_dim`` is that of the
+    keys' part that is rotated, one for all heads.
+
+    Attributes:
+        rank: Channels of a latent.
+        query_rank: Of the latents that queries are made of; None: they are made of the stream.
+        key_dim: Channels of a head's key that are made of a latent.
+        value_dim: Of a head's value.
+    """
+
+    rank: int
+    query_rank: int | None
+    key_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
@@ -154,6 +196,7 @@ class ModelConfig:
         parallel_norms: Attention and MLP read the same stream, by one norm or by two; 0: the MLP
             reads what the attention made of it.
         layout: How the file holds the weights.
+        latent: None: each head has keys and values of its own, or shares another one's.
         experts: None: every layer has one MLP.
         beside_vision: The file holds a vision tower, too, and the text model under a name.
         shard: The part that this process holds. All other fields are of the whole model.
@@ -196,6 +239,7 @@ class ModelConfig:
     pre_norms: bool = True
     parallel_norms: int = 0
     layout: Layout = Layout()
+    latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
     beside_vision: bool = False
     shard: Shard = WHOLE
@@ -209,6 +253,11 @@ class ModelConfig:
     def own_kv_heads(self) -> int:
         """Heads of keys and values that this process computes and caches."""
         return self.shard.part(self.num_kv_heads)
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head's values that are cached; of its keys they are ``head_dim``."""
+        return self.head_dim if self.latent is None else self.latent.rank
 
     def fits(self, shard: Shard) -> bool:
         """Whether the model can be cut into ``shard.size`` parts."""
@@ -235,6 +284,11 @@ class ModelConfig:
                 raise ConfigError(
                     f"tensor_parallel_size {size} does not divide the model's {name}, {count}"
                 )
+        if size > 1 and self.latent is not None:
+            raise ConfigError(
+                f"tensor_parallel_size {size}: {self.architecture}'s latents (kv_lora_rank) cannot "
+                "be cut: leave it out"
+            )
         if size > 1 and (self.joint_qk_norm or self.layout.norms_apart):
             raise ConfigError(
                 f"tensor_parallel_size {size}: {self.architecture}'s norms of queries and keys "
@@ -339,6 +393,11 @@ def read_rope(hf: Mapping[str, Any]) -> RopeConfig:
         longer = hf["max_position_embeddings"] / scaling["original_max_position_embeddings"]
         scaling.setdefault("factor", longer)
     return RopeConfig(theta, kind, tuple(sorted(scaling.items())), share, factors)
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """What YaRN multiplies queries and keys by in a context that is ``factor`` times as long."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _numbers(name: str, value: Any) -> tuple[float, ...]:

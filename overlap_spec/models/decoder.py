@@ -21,14 +21,17 @@ from overlap_spec.kernels import (
     apply_rope,
     gelu_and_mul,
     rms_norm,
+    rotate_and_store,
     silu_and_mul,
 )
-from overlap_spec.models.config import ModelConfig
+from overlap_spec.models.config import LatentConfig, ModelConfig
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.rope import channel_order, rope_table
 
 # Among feature layers: the output of the final norm, which the head reads.
 NORMED_OUTPUT = -1
+# Of the norms of latents, whatever that of the others is.
+LATENT_EPS = 1e-6
 
 
 class Heads(NamedTuple):
@@ -55,12 +58,42 @@ class Heads(NamedTuple):
         qk = apply_rope(qk, self.rotary)
         return qk[:, : both - self.kv_heads], qk[:, both - self.kv_heads :], self.qkv[:, both:]
 
+    def store(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
+        """Keys and values into their slots: see :func:`overlap_spec.kernels.rotate_and_store`."""
+        return rotate_and_store(self.qkv, self.rotary, k_cache, v_cache, slots, self.norm)
+
+
+class Latents(NamedTuple):
+    """One layer's queries, and the latents that are keys and values of all of them.
+
+    ``q (T, heads, V)``; ``latents (T, V)``; ``turning (T, heads + 1, R)``: what of each query, and
+    of the key, is still to be rotated, by ``rotary (T, 2, R)``.
+    """
+
+    q: Tensor
+    latents: Tensor
+    turning: Tensor
+    rotary: Tensor
+    scoring: Scoring
+
+    def store(self, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
+        """Latents and the keys' rotated part into their slots, int64 ``(T,)``.
+
+        ``k_cache (pages, page_size, 1, R)``, ``v_cache (pages, page_size, 1, V)`` → queries
+        ``(T, heads, V + R)``.
+        """
+        turned = apply_rope(self.turning, self.rotary)
+        k_cache.flatten(0, 2).index_copy_(0, slots, turned[:, -1])
+        v_cache.flatten(0, 2).index_copy_(0, slots, self.latents)
+        return torch.cat([self.q, turned[:, :-1]], -1)
+
 
 class Attend(Protocol):
     """Attention of one layer over what is cached and what is new."""
 
-    def __call__(self, layer: int, heads: Heads) -> Tensor:
-        """``T`` tokens' heads → ``(T, heads * D)``."""
+    def __call__(self, layer: int, heads: Any) -> Tensor:
+        """``T`` tokens' :class:`Heads` or :class:`Latents` → ``(T, heads * D)``, of latents
+        ``(T, heads * V)``."""
 
 
 class RMSNorm(nn.Module):
@@ -192,6 +225,65 @@ class Attention(nn.Module):
         return out
 
 
+class LatentAttention(nn.Module):
+    """Attention over latents that all heads share (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Which keys and values a head makes of a latent, ``kv_b_proj``, is multiplied into its queries
+    and into what it attended: nothing but latents is cached and read.
+    """
+
+    def __init__(self, config: ModelConfig, latent: LatentConfig) -> None:
+        super().__init__()
+        hidden, rope, bias = config.hidden_size, config.head_dim, config.qkv_bias
+        self.heads, self.sizes = config.num_heads, [latent.key_dim, rope]
+        self.parts, self.rotated = [latent.key_dim, latent.value_dim], [latent.rank, rope]
+        queries = self.heads * sum(self.sizes)
+        if latent.query_rank is None:
+            self.q_proj = nn.Linear(hidden, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(hidden, latent.query_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(latent.query_rank, LATENT_EPS)
+            self.q_b_proj = nn.Linear(latent.query_rank, queries, bias=False)
+        self.has_query_latents = latent.query_rank is not None
+        self.kv_a_proj_with_mqa = nn.Linear(hidden, latent.rank + rope, bias=bias)
+        self.kv_a_layernorm = RMSNorm(latent.rank, LATENT_EPS)
+        # Not a layer: its rows are multiplied from either side.
+        self.kv_b_proj = nn.Parameter(torch.empty(self.heads * sum(self.parts), latent.rank))
+        self.o_proj = nn.Linear(self.heads * latent.value_dim, hidden, bias=config.o_bias)
+        self.scoring = Scoring(config.query_scale)
+        # Of the file's rows, as weights are read by it.
+        self.channels = channel_order(config.rope, rope)
+
+    def order(self, layer: str) -> Tensor | None:
+        """The rows of the file's ``layer`` in the order in which they are kept; None: its own."""
+        if self.channels is None or layer not in ("q_proj", "q_b_proj", "kv_a_proj_with_mqa"):
+            return None
+        straight = (self.rotated if layer == "kv_a_proj_with_mqa" else self.sizes)[0]
+        each = torch.cat([torch.arange(straight), straight + self.channels])
+        count = 1 if layer == "kv_a_proj_with_mqa" else self.heads
+        return (torch.arange(count)[:, None] * len(each) + each).flatten()
+
+    def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
+        if self.has_query_latents:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        else:
+            q = self.q_proj(x)
+        straight, turning = q.view(x.shape[0], self.heads, -1).split(self.sizes, 2)
+        latents, key = self.kv_a_proj_with_mqa(x).split(self.rotated, 1)
+        keys, values = self.kv_b_proj.unflatten(0, (self.heads, -1)).split(self.parts, 1)
+        heads = Latents(
+            torch.bmm(straight.transpose(0, 1), keys).transpose(0, 1),
+            self.kv_a_layernorm(latents),
+            torch.cat([turning, key[:, None]], 1),
+            rotary,
+            self.scoring,
+        )
+        attended = attend(layer, heads).view(x.shape[0], self.heads, -1)
+        out = torch.bmm(attended.transpose(0, 1), values.transpose(1, 2))
+        mixed: Tensor = self.o_proj(out.transpose(0, 1).flatten(1))
+        return mixed
+
+
 class MLP(nn.Module):
     """SwiGLU or GeGLU (arXiv 2002.05202) with gate and up in one product."""
 
@@ -223,6 +315,13 @@ class PlainMLP(nn.Module):
         return out
 
 
+def make_attention(config: ModelConfig) -> Attention | LatentAttention:
+    """The attention of a layer that reads the stream."""
+    if config.latent is not None:
+        return LatentAttention(config, config.latent)
+    return Attention(config, config.hidden_size)
+
+
 def make_mlp(config: ModelConfig, number: int) -> nn.Module:
     """The MLP or the experts of layer ``number``."""
     experts = config.experts
@@ -243,7 +342,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, number: int = 0) -> None:
         super().__init__()
         self.input_layernorm = make_norm(config) if config.pre_norms else NoNorm()
-        self.self_attn = Attention(config, config.hidden_size)
+        self.self_attn = make_attention(config)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = make_mlp(config, number)
         self.residual_scale = config.residual_scale
@@ -306,6 +405,16 @@ def embedding(rows: int, width: int) -> nn.Embedding:
     return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
 
 
+def widen(model: nn.Module, config: ModelConfig) -> None:
+    """Keep in float32 what the published models do: norm weights where the file has them less 1, as
+    half precision would round the sum; and routers whose scores are of that type."""
+    for module in model.modules():
+        if config.unit_offset and isinstance(module, RMSNorm):
+            module.float()
+        elif isinstance(module, Experts):
+            module.widen()
+
+
 class Decoder(nn.Module):
     """Embedding, layers, final norm and head of a Llama-family model.
 
@@ -353,14 +462,6 @@ class Decoder(nn.Module):
         for name in ("rope", "local_rope"):
             if hasattr(self, name):
                 self.register_buffer(name, getattr(self, name)[:count].clone(), persistent=False)
-
-    def widen_norms(self) -> None:
-        """Keep norm weights in float32 where the file has them less 1: half precision would round
-        the sum, which the published models do not."""
-        if self.config.unit_offset:
-            for module in self.modules():
-                if isinstance(module, RMSNorm):
-                    module.float()
 
     def tie(self) -> None:
         """Let the head share the embedding where the config says so (moves undo it)."""

@@ -43,10 +43,10 @@ class ExpertWeights(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts (arXiv 1701.06538): shares by a softmax of the router's scores.
+    """A mixture of experts (arXiv 1701.06538): shares by the router's scores.
 
     Args:
-        shared: An expert that every token is sent to, by a gate of its own.
+        shared: An expert that every token is sent to.
     """
 
     def __init__(
@@ -66,8 +66,17 @@ class Experts(nn.Module):
             self.router = router
         self.experts = ExpertWeights(hidden, config, shard)
         self.shared_expert = shared
-        if shared is not None:
+        if shared is not None and config.shared_gate:
             self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
+        if config.sigmoid:
+            self.e_score_correction_bias = nn.Parameter(torch.zeros(config.count))
+
+    def widen(self) -> None:
+        """Keep the router in float32, if its scores are."""
+        if self.config.wide:
+            self.gate.float()
+        if self.config.sigmoid:
+            self.e_score_correction_bias.data = self.e_score_correction_bias.data.float()
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Experts of each token and their shares: ``(T, H)`` → int64 and ``(T, per_token)``."""
@@ -75,15 +84,33 @@ class Experts(nn.Module):
         if config.limit is not None:
             best, ids = self.router(x).topk(config.per_token, -1)
             return ids, best.softmax(-1)
-        shares, ids = self.gate(x).float().softmax(-1).topk(config.per_token, -1)
+        scores = self.gate(x.float() if config.wide else x).float()
+        every = scores.sigmoid() if config.sigmoid else scores.softmax(-1)
+        biased = every + self.e_score_correction_bias if config.sigmoid else every
+        ids = self._open(biased).topk(config.per_token, -1)[1]
+        shares = every.gather(1, ids)
         if config.normalised:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return ids, shares.to(x.dtype)
+            # Of sigmoids all may be as good as zero.
+            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
+        return ids, (shares * config.factor).to(x.dtype)
+
+    def _open(self, scores: Tensor) -> Tensor:
+        """``(T, E)`` with -inf for experts outside of each token's best groups."""
+        config = self.config
+        if config.groups == 1:
+            return scores
+        grouped = scores.unflatten(1, (config.groups, -1))
+        best = grouped.topk(config.best, -1)[0].sum(-1).topk(config.open_groups, -1)[1]
+        added = torch.full_like(grouped[..., 0], -torch.inf).scatter(1, best, 0.0)
+        opened: Tensor = (grouped + added[..., None]).flatten(1)
+        return opened
 
     def forward(self, x: Tensor) -> Tensor:
         """``(T, H)`` → ``(T, H)``."""
         mixed: Tensor = self.experts.mix(x, *self.route(x), self.config.limit)
         if self.shared_expert is None:
             return mixed
-        shared: Tensor = F.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        shared: Tensor = self.shared_expert(x)
+        if self.config.shared_gate:
+            shared = F.sigmoid(self.shared_expert_gate(x)) * shared
         return mixed + shared

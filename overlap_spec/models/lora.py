@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.config import read_json
-from overlap_spec.models.decoder import MLP, Attention, Decoder, PlainMLP
+from overlap_spec.models.decoder import MLP, Attention, Decoder, LatentAttention, PlainMLP
 from overlap_spec.models.places import file_name, parts
 from overlap_spec.models.quantization import GridLinear
 
@@ -189,7 +189,7 @@ def _targets(decoder: Decoder) -> dict[str, Target]:
     """The products of attention and MLP by their published names."""
     found = {}
     for name, module in decoder.named_modules():
-        if not isinstance(module, Attention | MLP | PlainMLP):
+        if not isinstance(module, Attention | LatentAttention | MLP | PlainMLP):
             continue
         for layer, linear in module.named_children():
             if isinstance(linear, nn.Linear | GridLinear):

@@ -19,10 +19,12 @@ from overlap_spec.models.decoder import (
     Attention,
     Decoder,
     JointHeadsNorm,
+    LatentAttention,
     RMSNorm,
 )
 from overlap_spec.models.eagle3 import Eagle3Head
 from overlap_spec.models.experts import Experts
+from overlap_spec.models.mtp import MtpModule
 
 PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -106,7 +108,11 @@ def places(module: nn.Module) -> dict[str, Place]:
                 place = place._replace(transposed=decoder.config.layout.transposed)
             if config is not None and config.shard.size > 1:
                 place = _cut(config, vocabularies, part, place)
-            found[part if decoder is None else file_name(decoder.config, part)] = place
+            if decoder is not None:
+                part = file_name(decoder.config, part)
+            elif isinstance(module, MtpModule):
+                part = module.config.layout.in_file(part)
+            found[part] = place
     return found
 
 
@@ -225,7 +231,7 @@ def parts(module: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Place
         return _expert_parts(module, expert[1], expert[2], tensor)
     fused = next((each for each in PARTS if f".{each}." in name), None)
     if fused is None:
-        return [(name, Place(tensor))]
+        return [(name, Place(tensor, _latent_order(module, name)))]
     orders = _orders(module, name)
     layout = module.config.layout if isinstance(module, Decoder) else Layout()
     if fused in layout.fused:
@@ -272,6 +278,13 @@ def _by_group(module: nn.Module, name: str) -> Tensor:
     return torch.cat(
         [groups[:, :each].flatten(), groups[:, each].flatten(), groups[:, -1].flatten()]
     )
+
+
+def _latent_order(module: nn.Module, name: str) -> Tensor | None:
+    """The order of a layer's rows where attention over latents keeps them in another one."""
+    before, inside, layer = name.partition(".self_attn.")
+    attention = module.get_submodule(f"{before}.self_attn") if inside else None
+    return attention.order(layer.split(".")[0]) if isinstance(attention, LatentAttention) else None
 
 
 def part_names(module: nn.Module, name: str, tensor: Tensor) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.config import RopeConfig
+from overlap_spec.models.config import RopeConfig, yarn_scale
 
 
 def rotary_dim(rope: RopeConfig, head_dim: int) -> int:
@@ -92,13 +92,12 @@ def _yarn(
     ramp = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
     frequencies = base * (1 - ramp) + base / factor * ramp
 
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     attention = scaling.get("attention_factor")
     if attention is None:
-        both = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention = mscale(both[0]) / mscale(both[1]) if both[0] and both[1] else mscale(1.0)
+        more, less = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention = yarn_scale(factor, more if more and less else 1.0)
+        if more and less:
+            attention /= yarn_scale(factor, less)
     return frequencies, attention
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.config import ModelConfig, read_config
-from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.decoder import Decoder, widen
 from overlap_spec.models.dequantize import Grid
 from overlap_spec.models.eagle import EagleHead, read_eagle_config
 from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, read_eagle3_config
@@ -188,7 +188,7 @@ def load_decoder(
     config.check_shard()
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
-    decoder.widen_norms()
+    widen(decoder, config)
     as_stored = _hold_grids(decoder, path, rename) if keep_int4 else ()
     _take_memory(decoder, device)
     decoder.tie()
@@ -362,11 +362,16 @@ def load_mtp(path: Path, target: Decoder, dtype: torch.dtype) -> MtpModule:
     if not modules:
         raise CheckpointError(f"{path} has no next-token module (no eh_proj, input_proj or mtp.fc)")
     names, shape = modules[0], target.config
-    layer = replace(shape, num_layers=1, sliding_windows=shape.sliding_windows[-1:], shard=WHOLE)
+    # As the target's last one.
+    experts = shape.experts and replace(shape.experts, layers=shape.experts.layers[-1:])
+    windows = shape.sliding_windows[-1:]
+    layer = replace(shape, num_layers=1, sliding_windows=windows, experts=experts, shard=WHOLE)
     stored = {names.own(name) for name in tensor_names(path)}
     with torch.device("meta"):
         module = MtpModule(layer, "embed_tokens.weight" in stored, "head.weight" in stored)
-    module = _materialise(module.to(dtype), layer, target)
+    module.to(dtype)
+    widen(module, layer)
+    module = _materialise(module, layer, target)
 
     def other(name: str) -> bool:
         """Not of this module; Qwen3-Next's share all but their layers."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.models.decoder import Heads
+from overlap_spec.models.decoder import Heads, Latents
 
 # Up to this width the plain products beat the fused kernel, whose backward pass on the CPU costs
 # several times its forward pass.
@@ -25,6 +25,16 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended
 
 
+def usual(heads: Heads | Latents) -> tuple[Tensor, Tensor, Tensor]:
+    """See :meth:`~overlap_spec.models.decoder.Heads.rotated`; ConfigError where that is not all."""
+    if isinstance(heads, Latents) or any(rule is not None for rule in heads.scoring):
+        raise ConfigError(
+            "model: training reads no target with soft caps, sinks, latents or a scale of its own "
+            "in its attention: take another"
+        )
+    return heads.rotated()
+
+
 class CausalRows:
     """``attend`` for ``rows`` sequences of ``width`` tokens laid end to end.
 
@@ -35,14 +45,9 @@ class CausalRows:
         self.rows = rows
         self.width = width
 
-    def __call__(self, layer: int, heads: Heads) -> Tensor:  # noqa: ARG002
+    def __call__(self, layer: int, heads: Heads | Latents) -> Tensor:  # noqa: ARG002
         """Heads of ``B·W`` tokens → ``(B·W, heads · D)``."""
-        if any(rule is not None for rule in heads.scoring):
-            raise ConfigError(
-                "model: training reads no target with soft caps, sinks or a scale of its own in "
-                "its attention: take another"
-            )
-        return self.attend(*heads.rotated())
+        return self.attend(*usual(heads))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q (B·W, heads, D)``, ``k, v (B·W, kv_heads, D)`` → ``(B·W, heads · D)``."""

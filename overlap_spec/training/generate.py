@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from overlap_spec.models.decoder import Decoder, Heads
+from overlap_spec.models.decoder import Decoder, Heads, Latents
+from overlap_spec.training.attention import usual
 
 AT_ONCE = 16
 
@@ -42,8 +43,8 @@ class CachedRows:
         slots = torch.arange(self.begin, self.end, device=self.start.device)
         return (slots - self.start[:, None]).clamp(min=0)
 
-    def __call__(self, layer: int, heads: Heads) -> Tensor:
-        q, k, v = heads.rotated()
+    def __call__(self, layer: int, heads: Heads | Latents) -> Tensor:
+        q, k, v = usual(heads)
         rows, new = len(self.start), self.end - self.begin
         q, k, v = (x.view(rows, new, x.shape[1], -1).transpose(1, 2) for x in (q, k, v))
         self.cache[layer, 0, :, :, self.begin : self.end] = k

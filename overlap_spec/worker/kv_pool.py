@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from overlap_spec.kernels import KeySpan, move_kv, page_slots, rotate_and_store, tree_attention
+from overlap_spec.kernels import KeySpan, move_kv, page_slots, tree_attention
 from overlap_spec.models.config import ModelConfig
-from overlap_spec.models.decoder import Heads
+from overlap_spec.models.decoder import Heads, Latents
 
 # Bytes, as torch aligns its own.
 ALIGNMENT = 64
@@ -32,7 +32,8 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 class KVPool(nn.Module):
-    """Keys ``k`` and values ``v`` of all layers in pages: ``(layers, pages, page_size, heads, D)``.
+    """Keys ``k`` and values ``v`` of all layers in pages: ``(layers, pages, page_size, heads, D)``;
+    of latents ``v`` has these, and ``k`` what of their keys is rotated.
 
     Page 0 belongs to no request: rows without pages point there. Pages start as zeros, since a
     masked key still meets a weight of zero, which a NaN would survive.
@@ -61,16 +62,16 @@ class KVPool(nn.Module):
     def allocate(self, pages: int) -> None:
         """Take the memory of ``pages`` pages; nothing else works before."""
         config = self.config
-        shape = (config.num_layers, pages, self.page_size, config.own_kv_heads, config.head_dim)
-        for name in ("k", "v"):
-            self.register_buffer(name, lazy_zeros(shape, self._dtype, self._device))
+        shape = config.num_layers, pages, self.page_size, config.own_kv_heads
+        for name, dim in (("k", config.head_dim), ("v", config.value_dim)):
+            self.register_buffer(name, lazy_zeros((*shape, dim), self._dtype, self._device))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page of keys and values over all layers."""
         config = self.config
-        heads = config.num_layers * config.own_kv_heads * config.head_dim
-        return 2 * heads * self.page_size * self._dtype.itemsize
+        heads, both = config.num_layers * config.own_kv_heads, config.head_dim + config.value_dim
+        return heads * both * self.page_size * self._dtype.itemsize
 
     def slots(self, pages: Tensor, logical: Tensor) -> Tensor:
         """Physical slots of logical ones: see :func:`overlap_spec.kernels.page_slots`."""
@@ -107,8 +108,8 @@ class PagedAttend:
     slots: Tensor
     span: KeySpan
 
-    def __call__(self, layer: int, heads: Heads) -> Tensor:
+    def __call__(self, layer: int, heads: Heads | Latents) -> Tensor:
         keys, values = self.pool.k[layer], self.pool.v[layer]
-        q = rotate_and_store(heads.qkv, heads.rotary, keys, values, self.slots, heads.norm)
+        q = heads.store(keys, values, self.slots)
         window = self.pool.config.window(layer)
         return tree_attention(q, keys, values, self.span, window, heads.scoring)

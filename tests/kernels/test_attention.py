@@ -28,9 +28,18 @@ def in_torch_and_native(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def drawn(
-    counts: list[int], heads: int, kv_heads: int, masked: bool, first: int, seed: int
+    counts: list[int],
+    heads: int,
+    kv_heads: int,
+    masked: bool,
+    first: int,
+    seed: int,
+    rest: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, KeySpan]:
-    """Random queries, caches and their span with offsets; masks are wider than the queries."""
+    """Random queries, caches and their span with offsets; masks are wider than the queries.
+
+    ``rest``: what the keys of latents have behind these; 0: keys are no latents.
+    """
     g = torch.Generator().manual_seed(seed)
     batch, total, longest = len(counts), sum(counts), max(counts)
     offsets = torch.tensor([0, *counts]).cumsum(0)
@@ -44,8 +53,9 @@ def drawn(
     if masked:
         mask = torch.rand(total, width, generator=g) < 0.4
         mask[torch.arange(total), number] = True
-    k, v = (torch.randn(batch * pages, PAGE, kv_heads, DIM, generator=g) for _ in range(2))
-    q = torch.randn(total, heads, DIM, generator=g)
+    sizes = rest or DIM, DIM
+    k, v = (torch.randn(batch * pages, PAGE, kv_heads, size, generator=g) for size in sizes)
+    q = torch.randn(total, heads, DIM + rest, generator=g)
     position = prefix[request] + (number // 2 if masked else number)
     return q, k, v, KeySpan(places, prefix, position, mask, first, offsets, longest)
 
@@ -55,9 +65,8 @@ def attended(
 ) -> Tensor:
     """:func:`tree_attention`, one key after the other: the definition."""
     assert span.offsets is not None
-    total, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    out = torch.zeros(total, heads, DIM, dtype=torch.float64)
+    total, heads, dim = q.shape
+    kv_heads, out = k.shape[2], torch.zeros(total, heads, DIM, dtype=torch.float64)
     for b, prefix in enumerate(span.prefix.tolist()):
         start, end = span.offsets[b : b + 2].tolist()
         width = end - start if span.mask is None else span.mask.shape[1]
@@ -77,7 +86,9 @@ def attended(
                 kv = head // (heads // kv_heads)
                 keys = torch.stack([k[page, slot, kv] for page, slot in seen]).double()
                 values = torch.stack([v[page, slot, kv] for page, slot in seen]).double()
-                scores = keys @ q[t, head].double() * (scoring.scale or 1 / math.sqrt(DIM))
+                if dim > keys.shape[1]:
+                    keys = torch.cat([values, keys], 1)
+                scores = keys @ q[t, head].double() * (scoring.scale or 1 / math.sqrt(dim))
                 if scoring.soft_cap is not None:
                     scores = scoring.soft_cap * (scores / scoring.soft_cap).tanh()
                 if scoring.sinks is not None:
@@ -91,7 +102,8 @@ COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
 
 @given(
     COUNTS,
-    st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    st.sampled_from([(1, 1), (4, 2), (3, 1), (11, 1)]),
+    st.sampled_from([0, 0, 4, DIM]),
     st.booleans(),
     st.integers(0, 1),
     st.sampled_from([None, 3, 8]),
@@ -104,13 +116,14 @@ COUNTS = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
 def test_attention_of_ragged_queries_is_the_loops(
     counts: list[int],
     heads: tuple[int, int],
+    rest: int,
     masked: bool,
     first: int,
     window: int | None,
     rule: tuple[float | None, float | None, bool],
     seed: int,
 ) -> None:
-    q, k, v, span = drawn(counts, *heads, masked, first, seed)
+    q, k, v, span = drawn(counts, *heads, masked, first, seed, rest)
     scale, soft_cap, sunk = rule
     scoring = Scoring(scale, soft_cap, torch.linspace(-1, 3, heads[0]) if sunk else None)
     want = attended(q, k, v, span, window, scoring)
@@ -137,8 +150,9 @@ def test_attention_of_chunks_reads_only_their_own_pages() -> None:
     assert torch.equal(tree_attention(q, k, v, span), want)
 
 
-# Head size, heads, heads of keys: small, the embedded model's, and larger groups.
-SHAPES = [(6, 4, 2), (64, 4, 2), (128, 8, 1)]
+# Head size, heads, heads of keys, and what keys of latents have more: small, the embedded model's,
+# larger groups, and latents.
+SHAPES = [(6, 4, 2, 0), (64, 4, 2, 0), (128, 8, 1, 0), (48, 16, 1, 16)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -148,7 +162,7 @@ SHAPES = [(6, 4, 2), (64, 4, 2), (128, 8, 1)]
 @pytest.mark.parametrize("queries", [1, 6, 16])
 @pytest.mark.parametrize("shape", few([(shape,) for shape in SHAPES], (SHAPES[1],)))
 def test_a_request_has_the_same_bits_beside_any_other(
-    shape: tuple[int, int, int],
+    shape: tuple[int, int, int, int],
     queries: int,
     bent: bool,
     at_once: bool,
@@ -159,17 +173,20 @@ def test_a_request_has_the_same_bits_beside_any_other(
     """Whatever the others' lengths; nothing but its own pages is read."""
     monkeypatch.setattr(attention, "TOGETHER_BYTES", 1 << 30 if at_once else 0)
     torch.manual_seed(0)
-    dim, heads, kv_heads = shape
+    dim, heads, kv_heads, rest = shape
     scoring = Scoring(0.3, 4.0, torch.linspace(-1, 3, heads)) if bent else Scoring()
     size, prefixes = 16, [700, 3, 1400, 37, 200, 515, 1023, 130, 201]
     batch = len(prefixes)
     columns = -(-(max(prefixes) + queries) // size)
     pages = 1 + torch.randperm(batch * columns).view(batch, columns)
-    k, v = (torch.randn(batch * columns + 1, size, kv_heads, dim).to(dtype) for _ in range(2))
+    k, v = (
+        torch.randn(batch * columns + 1, size, kv_heads, each).to(dtype)
+        for each in (rest or dim, dim)
+    )
     mask = torch.ones(queries, queries, dtype=torch.bool).tril().repeat(batch, 1)
     prefix = torch.tensor(prefixes)
     positions = (prefix[:, None] + torch.arange(queries)).flatten()
-    q = torch.randn(batch * queries, heads, dim).to(dtype)
+    q = torch.randn(batch * queries, heads, dim + rest).to(dtype)
 
     def answers(who: list[int], keys: Tensor, values: Tensor, columns: int) -> Tensor:
         rows = torch.cat([torch.arange(queries) + each * queries for each in who])

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from bench.kernel_work import Draw, Work, attention, works
+from bench.kernel_work import Draw, Work, attention, latents, works
 from overlap_spec import kernels
 from overlap_spec.kernels import tuning
 from overlap_spec.kernels.dispatch import use
@@ -42,6 +42,10 @@ def all_works() -> list[Work]:
         attention(half, 1, 256, 512, head_dim=256),
         attention(single, 1, 16, 512, tree=True, head_dim=128),
         attention(single, 1, 256, 512, head_dim=64),
+        latents(half, 1, 1, 512),
+        latents(half, 1, 16, 512, tree=True),
+        latents(half, 1, 256, 512),
+        latents(single, 1, 16, 512, tree=True),
         bent(attention(half, 1, 16, 512, tree=True, head_dim=256)),
         bent(attention(half, 1, 256, 512, head_dim=256)),
         bent(attention(half, 1, 256, 512, head_dim=64)),

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from bench.kernel_work import Work, attention
+from bench.kernel_work import Work, attention, latents
 from overlap_spec.kernels import tuning
 from tests.support.attention_figures import CAPABILITIES, HALF, HEAD_DIMS, compiled, rows, works
 from tests.support.kernel_ir import KIB, SHARED_BYTES, Figures, noted
@@ -56,6 +56,14 @@ def test_the_default_table_fits_99_kib(head_dim: int, tmp_path: Path) -> None:
     for name in ("tree of 16", "prefill") if head_dim in (128, 256) else ("prefill",):
         found = compiled(works(head_dim)[name], 120, tmp_path)
         assert found.shared_bytes <= 99 * KIB, (name, found)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 120])
+def test_latents_fit_where_keys_do(capability: int, tmp_path: Path) -> None:
+    """DeepSeek-V3's, of one token, of a tree, and of a chunk."""
+    one, tree = latents(HALF, 1, 1, 4096), latents(HALF, 1, 16, 32768, tree=True)
+    for work in (one, tree, latents(HALF, 1, 2048, 6144)):
+        check(work, capability, tmp_path)
 
 
 def shares(work: Work, multiprocessors: int, monkeypatch: pytest.MonkeyPatch) -> int:

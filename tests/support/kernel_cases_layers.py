@@ -114,8 +114,9 @@ def move_kv(draw: Draw, device: torch.device) -> None:
     """Sources of one row overlap its targets, as an accepted path's do."""
     i = Inputs(draw, device)
     batch, width, nodes = i.size(1, 3), i.size(1, 7), i.size(7, 12)
-    shape = i.size(1, 3), batch * 3, i.size(4, 9), i.size(1, 3), i.size(16, 130)
-    caches = [i.normal(*shape) for _ in range(2)]
+    shape = i.size(1, 3), batch * 3, i.size(4, 9), i.size(1, 3)
+    dim = i.size(16, 130)
+    caches = [i.normal(*shape, dim), i.normal(*shape, i.one_of(dim, 200))]
     slots = i.distinct(batch * nodes, shape[1] * shape[2]).view(batch, nodes)
     path = torch.stack([i.distinct(width, nodes) for _ in range(batch)])
     args = slots.gather(1, path), slots[:, :width]
@@ -142,9 +143,10 @@ def _attention(i: Inputs, span: KeySpan, window: int | None) -> None:
     pages = -(-ends // page) + 1
     places = i.distinct(batch * pages, batch * pages + 2).view(batch, pages)
     span = replace(span, pages=places)
-    k, v = (i.normal(batch * pages + 2, page, kv_heads, dim) for _ in range(2))
+    rest = i.one_of(0, 0, 20)
+    k, v = (i.normal(batch * pages + 2, page, kv_heads, size) for size in (rest or dim, dim))
     # As a slice of what one product makes: neither heads nor queries lie end to end.
-    q = i.normal(total, kv_heads * group + 2, dim + 8)[:, 1:-1, :dim]
+    q = i.normal(total, kv_heads * group + 2, dim + rest + 8)[:, 1:-1, :-8]
     bits, size = 8 * q.element_size(), max(16, 1 << (dim - 1).bit_length())
     blocks = {"rows": 64, "keys": i.one_of(64, 16), "num_warps": 4, "num_stages": 2}
     if i.device.type == "cuda":
@@ -271,6 +273,7 @@ def prefill_attention(draw: Draw, device: torch.device) -> None:
     """More rows than one program takes, at the committed block sizes."""
     i = Inputs(draw, device)
     group, longest, dim, page = i.one_of(1, 5), i.size(30, 150), i.one_of(32, 64, 72), 16
+    rest = i.one_of(0, 16)
     batch, pages = i.one_of(1, 3), 15
     offsets, request, query = _ragged(i, batch, longest)
     prefix = i.integers(0, 70, batch)
@@ -281,8 +284,8 @@ def prefill_attention(draw: Draw, device: torch.device) -> None:
         offsets=None if batch == 1 else offsets,
         longest=longest,
     )
-    k, v = (i.normal(batch * pages + 4, page, 1, dim) for _ in range(2))
-    q = i.normal(len(query), group, dim)
+    k, v = (i.normal(batch * pages + 4, page, 1, size) for size in (rest or dim, dim))
+    q = i.normal(len(query), group, dim + rest)
     window = i.one_of(None, 20)
     got = triton(kernels.tree_attention, q, *with_canaries(k, v, span), span, window)
     args = q.float(), k.float(), v.float(), span, window

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from overlap_spec.kernels import KeySpan, rotate_and_store, tree_attention
-from overlap_spec.models.decoder import Decoder, Heads
+from overlap_spec.kernels import KeySpan, tree_attention
+from overlap_spec.models.decoder import Decoder, Heads, Latents
 
 SMALL = {
     "vocab_size": 131,
@@ -33,6 +33,20 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LATENT = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0}
 # A base so low that few positions turn all channels.
 SLOW = {"rope_type": "default", "rope_theta": 50.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -196,6 +210,53 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 96},
     ),
     "gpt2": ("GPT2", {}),
+    # As V2-Lite: queries of the stream, experts chosen freely.
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "attention_bias": True,
+            "rope_parameters": MSCALE,
+        },
+    ),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 20,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {**MSCALE, "mscale": 0.7},
+        },
+    ),
+    # As Moonlight: no latents of queries, one group.
+    "deepseek-v3-halves": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
 }
 # Gemma 3's file is that of its text model.
 CONFIGS = {"Gemma3": "Gemma3Text"}
@@ -218,6 +279,9 @@ def reference(case: str, path: Path, shard: str = "5GB") -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_().mul_(0.05)
     model.save_pretrained(path, max_shard_size=shard)
     return model
 
@@ -237,8 +301,9 @@ class Cache:
     def __init__(self, decoder: Decoder, tokens: int, page_size: int = 4) -> None:
         config = decoder.config
         pages = -(-tokens // page_size)
-        shape = (config.num_layers, pages, page_size, config.own_kv_heads, config.head_dim)
-        self.decoder, self.k, self.v = decoder, torch.zeros(shape), torch.zeros(shape)
+        shape = config.num_layers, pages, page_size, config.own_kv_heads
+        self.decoder, self.k = decoder, torch.zeros(*shape, config.head_dim)
+        self.v = torch.zeros(*shape, config.value_dim)
         # Pages in a shuffled order, so that logical and physical positions differ.
         self.table = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
         self.page_size = page_size
@@ -257,9 +322,9 @@ class Cache:
         span = KeySpan(self.table[None], torch.tensor([start]), positions, mask)
         config = self.decoder.config
 
-        def attend(layer: int, heads: Heads) -> torch.Tensor:
+        def attend(layer: int, heads: Heads | Latents) -> torch.Tensor:
             k, v = self.k[layer], self.v[layer]
-            q = rotate_and_store(heads.qkv, heads.rotary, k, v, slots, heads.norm)
+            q = heads.store(k, v, slots)
             return tree_attention(q, k, v, span, config.window(layer), heads.scoring)
 
         return self.decoder.logits(self.decoder(tokens, positions, attend)[0])

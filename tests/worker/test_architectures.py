@@ -346,7 +346,10 @@ def test_the_first_gpt2_files_are_read(tmp_path: Path) -> None:
     torch.testing.assert_close(Cache(decoder, 64).run(tokens, 0), want, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen2-moe", "glm4", "falcon-40b", "starcoder2"])
+OTHER_NAMES = ["mixtral", "qwen2-moe", "glm4", "falcon-40b", "starcoder2", "deepseek-v2"]
+
+
+@pytest.mark.parametrize("case", OTHER_NAMES)
 def test_other_names_are_read_quantised(case: str, tmp_path: Path) -> None:
     """Rows of int8 with a scale each, as compressed-tensors writes them."""
     reference(case, tmp_path)

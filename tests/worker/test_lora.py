@@ -33,6 +33,7 @@ PRODUCTS = {
     "falcon-40b": "query_key_value|dense|dense_h_to_4h|dense_4h_to_h",
     "gpt2": "c_attn|c_proj|c_fc",
     "mixtral": "q_proj|k_proj|v_proj|o_proj",
+    "deepseek-v3": "q_a_proj|q_b_proj|kv_a_proj_with_mqa|o_proj",
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "plain": {"algorithm": "none"},
