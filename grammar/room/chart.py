@@ -22,9 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.ir.reach import ENDLESS
 from overlap_spec.grammar.room.bodies import Bodies, Body
 from overlap_spec.grammar.room.graph import RuleGraph
-from overlap_spec.grammar.room.rules import ENDLESS, Ints, RoomRules
+from overlap_spec.grammar.room.rules import Ints, RoomRules
 from overlap_spec.grammar.room.trie import Repeats, TokenTrie
 from overlap_spec.grammar.rows import packed, tokens_of, which_allowed
 
