@@ -18,9 +18,11 @@ from overlap_spec.grammar.room.trie import token_trie
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 
+MOST_NODES = 200_000
+
 
 class ReferenceBackend(Backend):
-    """Supports every grammar that is lowered to rules of at most `room.rules.MOST_NODES` nodes."""
+    """Supports every grammar that is lowered, of up to :data:`MOST_NODES` nodes in its rules."""
 
     name = "reference"
 
@@ -29,7 +31,8 @@ class ReferenceBackend(Backend):
 
     @bounded_depth()
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        return _Compiled(room_rules(lower(grammar).plain), self.vocabulary)
+        rules = room_rules(lower(grammar).plain, most_nodes=MOST_NODES)
+        return _Compiled(rules, self.vocabulary)
 
 
 class _Compiled(CompiledGrammar, Automaton[Place]):

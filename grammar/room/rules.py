@@ -103,18 +103,21 @@ class RoomRules(NamedTuple):
 
 
 @bounded_depth()
-def room_rules(syntax: Syntax, thinking: Thinking | None = None) -> RoomRules:
+def room_rules(
+    syntax: Syntax, thinking: Thinking | None = None, most_nodes: int = MOST_NODES
+) -> RoomRules:
     """The rules of a grammar.
 
     Args:
         syntax: In rules alone.
         thinking: What stands before it.
+        most_nodes: Of the rules.
 
     Raises:
         GrammarError: it is too large.
     """
     syntax = _shared(syntax)
-    network, names = Network(MOST_NODES), {name: i for i, name in enumerate(syntax.rules)}
+    network, names = Network(most_nodes), {name: i for i, name in enumerate(syntax.rules)}
     starts: list[int] = []
     ends: list[int] = []
     nullable = [name in syntax.nullable for name in names]
