@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from overlap_spec.children import OUTSIDE, can_take, end_with
+from overlap_spec.children import OUTSIDE, can_take, end_with, is_stopped
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation import worker
 from overlap_spec.grammar.isolation.channel import (
@@ -79,7 +79,7 @@ class Setup(NamedTuple):
 
 
 class _Lost(Exception):
-    """A worker was ended by others, which is not its job's fault."""
+    """A worker was ended or stopped by others, which is not its job's fault."""
 
 
 class Worker:
@@ -191,6 +191,8 @@ class Server:
                 given = given or self._give(job)
                 answer = await self._answer(given, left_s)
             if answer is None:
+                if is_stopped(given.pid):
+                    raise _Lost("its worker process was stopped")
                 raise Failed("timeout", f"it took longer than {limits.time_s:g} s; {SIMPLIFY}")
             if answer[0].goes_on:
                 given.answer = None
