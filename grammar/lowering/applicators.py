@@ -35,6 +35,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Shapes,
     any_of,
     negated,
+    path_of,
 )
 from overlap_spec.grammar.schemas.source import json_path
 
@@ -239,7 +240,8 @@ class _Reader:
                 bound = wanted != ANY and not seen.all_members
             else:
                 after = seen | Seen(all_items=True)
-                rest = any_of(wanted, *seen.items)
+                # In an order that does not go by where they lie in memory.
+                rest = any_of(wanted, *sorted(seen.items, key=path_of))
                 kept = (FULL[0], Arrays((ANY,) * seen.first_items, rest), *FULL[2:])
                 bound = rest != ANY and not seen.all_items
             held = self._source.both(shapes_, kept, keyword, path) if bound else shapes_

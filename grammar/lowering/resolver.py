@@ -31,6 +31,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Shape,
     Shapes,
     negated,
+    path_of,
 )
 from overlap_spec.grammar.schemas.source import loads
 
@@ -295,15 +296,6 @@ class Resolver:
 
     def _is_empty_shape(self, shape: Shape) -> bool:
         return shape_is_empty(shape, self)
-
-
-def path_of(expr: Expr) -> str:
-    """The path in the document that an expression comes from."""
-    if isinstance(expr, Doc):
-        return expr.path
-    if isinstance(expr, Not):
-        return path_of(expr.body)
-    return path_of(expr.parts[0]) if expr.parts else "$"
 
 
 def _writes(shape: Shape, other: Shape) -> bool:

@@ -69,6 +69,15 @@ def negated(expr: Expr) -> Expr:
     return expr.body if isinstance(expr, Not) else Not(expr)
 
 
+def path_of(expr: Expr) -> str:
+    """The path in the document that an expression comes from."""
+    if isinstance(expr, Doc):
+        return expr.path
+    if isinstance(expr, Not):
+        return path_of(expr.body)
+    return path_of(expr.parts[0]) if expr.parts else "$"
+
+
 @dataclass(frozen=True)
 class Keys:
     """A set of member names: the listed ones, those that match a pattern, and those that are

@@ -13,6 +13,7 @@ from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator, v
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar
+from overlap_spec.grammar.lowering.lower import lower
 from tests.support.grammars import by_bytes, takes
 
 D4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
@@ -269,3 +270,15 @@ def test_drafts_differ_where_they_should() -> None:
         assert dialect({**head, **schema}).is_valid(1)
         assert wrong({**head, **schema}, [1, 2, "a"]) == []
     assert wrong(schema, [1, 2, "a"]) == []
+
+
+def test_a_schema_is_lowered_to_the_same_rules_each_time() -> None:
+    contains = [{"contains": {"const": name}} for name in "abcd"]
+    grammar = Grammar.json_schema({"allOf": contains, "unevaluatedItems": False})
+    found = set()
+    for turn in range(12):
+        found.add(repr(lower(grammar).rules))
+        # Behind two others it is not remembered.
+        for other in ("a", "b"):
+            lower(Grammar.regex(f"{other}{turn}"))
+    assert len(found) == 1
