@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from functools import cache
 from typing import Literal, TypeVar
 
 import msgspec
@@ -89,11 +90,16 @@ def receive(end: socket.socket, kind: type[Header]) -> tuple[Header, Body | None
         return None
     body: Body | None = fds[0] if fds else None
     try:
-        header, inline = msgspec.msgpack.decode(data, type=tuple[kind, bytes | None])
+        header, inline = _decoder(kind).decode(data)
     except msgspec.DecodeError as error:
         drop(body)
         raise ValueError(str(error)) from None
     return header, inline if body is None else body
+
+
+@cache
+def _decoder(kind: type[Header]) -> msgspec.msgpack.Decoder[tuple[Header, bytes | None]]:
+    return msgspec.msgpack.Decoder(tuple[kind, bytes | None])  # type: ignore[valid-type]
 
 
 def read(body: Body, most_bytes: int | None = None) -> bytes:

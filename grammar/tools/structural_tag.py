@@ -202,8 +202,9 @@ def read_tags(spec: Any) -> dict[str, Any]:
     if isinstance(spec, str):
         spec = read_json(spec, "structural_tag")
     is_older = isinstance(spec, Mapping) and ("structures" in spec or "triggers" in spec)
+    kind: type[Older | StructuralTag] = Older if is_older else StructuralTag
     try:
-        form = msgspec.convert(spec, Older if is_older else StructuralTag).format
+        form = msgspec.convert(spec, kind).format
         found: dict[str, Any] = msgspec.to_builtins(form)
     except (msgspec.ValidationError, ValueError) as error:
         raise GrammarError(f"structural tag: {error}", "structural_tag") from error
