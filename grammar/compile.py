@@ -19,6 +19,7 @@ from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.distinct import matcher as distinct_matcher
 from overlap_spec.grammar.drafting.state_table import StateTable
+from overlap_spec.grammar.ir.reach import Reach
 from overlap_spec.grammar.isolation.check import is_best_effort
 from overlap_spec.grammar.isolation.jobs import (
     Check,
@@ -32,7 +33,6 @@ from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
 from overlap_spec.grammar.room.room import Room
-from overlap_spec.grammar.room.rules import Reach
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.memory import MemoryCeiling, trim

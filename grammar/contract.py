@@ -41,8 +41,8 @@ from overlap_spec.grammar.drafting.state_table import StateTable
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
+    from overlap_spec.grammar.ir.reach import Reach
     from overlap_spec.grammar.room.room import Room
-    from overlap_spec.grammar.room.rules import Reach
     from overlap_spec.grammar.spec import Grammar
 
 Row = npt.NDArray[np.int32]

@@ -129,11 +129,7 @@ class Grammar:
             schema: A schema as dict, bool or JSON text; or a type, whose instances `parse` then
                 returns: a pydantic model, dataclass, TypedDict, Enum, `Literal[…]`, `Union`,
                 `list[…]`, `int` and the like. A function: its arguments, as a dict.
-            whitespace: See the class.
-            best_effort: See the class.
-            key_order: See the class.
-            formats: See the class.
-            additional_properties: See the class.
+            whitespace, best_effort, key_order, formats, additional_properties: See the class.
 
         Raises:
             GrammarError: the schema is invalid; names the path.
@@ -233,9 +229,8 @@ class Grammar:
             spec: `{"type": "structural_tag", "format": {…}}` as published by xgrammar, or the
                 older `{"structures": [{"begin", "schema", "end"}], "triggers": […]}` (with or
                 without its `type`), as dict or JSON text.
-                `overlap_spec.grammar.tools.structural_tag` lists the supported formats.
-            whitespace: See the class; for all JSON inside.
-            additional_properties: See the class; for all schemas inside.
+                `overlap_spec.grammar.tools.structural_tag` has the supported formats.
+            whitespace, additional_properties: See the class; for all JSON inside.
 
         Raises:
             GrammarError: a field is unknown, missing or of the wrong type, or an inner schema or
@@ -287,8 +282,7 @@ class Grammar:
             strict: Overrides the tools' own `strict` (default false).
             otherwise: With `"auto"`: the grammar of replies without calls, instead of free text.
                 A reply that starts as a call does is read as a call.
-            whitespace: See the class; for the arguments.
-            additional_properties: See the class; for the arguments.
+            whitespace, additional_properties: See the class; for the arguments.
 
         Raises:
             GrammarError: names the field at fault.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from bisect import insort
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
@@ -176,8 +176,10 @@ class Lane:
     """
 
     def __init__(self, most: int, most_waiting: int) -> None:
-        self.busy, self._most_waiting = Shares(most), most_waiting
+        self.busy = Shares(most)
         self._waiting: FairQueue[_Waiter] = FairQueue(lambda waiter: waiter.holder)
+        # How many wait, by kind.
+        self._held = defaultdict[object, Shares](lambda: Shares(most_waiting))
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -188,17 +190,19 @@ class Lane:
 
     async def take(self, holder: str, kind: object = None) -> bool:
         """Wait for a place; False if too many wait for one."""
-        waiting = Counter(one.holder for one in self._waiting if one.kind == kind)
-        if not self.has_room(holder) and not has_room(waiting, holder, self._most_waiting):
+        held = self._held[kind]
+        if not self.has_room(holder) and not held.has_room(holder):
             return False
         waiter = _Waiter(holder, kind)
         self._waiting.append(waiter)
+        held.add(holder)
         self._call()
         try:
             await waiter.called
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
+                held.add(holder, -1)
             elif not waiter.called.cancelled():
                 self.give(holder)
             raise
@@ -213,6 +217,7 @@ class Lane:
         while line := self._waiting.line(self.has_room):
             waiter = line[0]
             self._waiting.take(waiter)
+            self._held[waiter.kind].add(waiter.holder, -1)
             if not waiter.called.done():
                 self.busy.add(waiter.holder)
                 waiter.called.set_result(None)

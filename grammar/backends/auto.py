@@ -80,6 +80,7 @@ class _Routed(CompiledGrammar):
         return self._compiled.memory_bytes
 
     def matcher(self) -> Matcher:
+        self._compiled.reach = self.reach
         return self._compiled.matcher()
 
     def serialize(self) -> bytes | None:

@@ -25,7 +25,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from overlap_spec.errors import GrammarError, GrammarFailed
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.dialects.lark import to_lark
-from overlap_spec.grammar.ir.forced_length import ForcedLength, forced_length, unpacked
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.rows import allowed
@@ -79,14 +78,10 @@ class LLGuidanceBackend(Backend):
         self.compile(Grammar.json_schema({"type": "string"})).matcher().fill(row)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        syntax = lower(grammar)
-        lark = to_lark(syntax).text.encode()
-        forced = forced_length(syntax.loops)
-        return _Compiled(self._tokenizer, self.vocabulary, grammar.kind, lark, forced)
+        return self.deserialize(grammar, to_lark(lower(grammar)).text.encode())
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
-        forced, lark = unpacked(data)
-        return _Compiled(self._tokenizer, self.vocabulary, grammar.kind, lark, forced)
+        return _Compiled(self._tokenizer, self.vocabulary, grammar.kind, data)
 
 
 class _Tokenizer:
@@ -108,19 +103,12 @@ class _LexerFailed(Exception):
 
 
 class _Compiled(CompiledGrammar):
-    """``forced``: how long a text its rules may force."""
-
     backend = "llguidance"
 
     def __init__(
-        self,
-        tokenizer: LLTokenizer,
-        vocabulary: Vocabulary,
-        kind: str,
-        lark: bytes,
-        forced: ForcedLength,
+        self, tokenizer: LLTokenizer, vocabulary: Vocabulary, kind: str, lark: bytes
     ) -> None:
-        self.vocabulary, self.forced = vocabulary, forced
+        self.vocabulary = vocabulary
         self._tokenizer, self._kind, self._lark = tokenizer, kind, lark
         self._lock = threading.Lock()
         self._size = 0
@@ -135,7 +123,7 @@ class _Compiled(CompiledGrammar):
         return _LLGuidanceMatcher(self, [], False)
 
     def serialize(self) -> bytes:
-        return self.forced.packed(self._lark)
+        return self._lark
 
     def fresh(self, instead: LLMatcher | None = None) -> LLMatcher:
         """The library's matcher at the start, to be copied.
@@ -233,10 +221,10 @@ class _LLGuidanceMatcher(Matcher):
     def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
         if self._terminated:
             return b""
-        text = self.vocabulary.text
-        each, tokens = self._compiled.forced.each, (*self._history, *path)
-        size = sum(len(text[token]) for token in tokens) if each else 0
-        if self._compiled.forced.behind(size) > MOST_FORCED:
+        reach, text = self._compiled.reach, self.vocabulary.text
+        tokens = (*self._history, *path) if reach and reach.each else ()
+        size = sum(len(text[token]) for token in tokens)
+        if reach is None or reach.longest(size) > MOST_FORCED:
             return walk.forced_bytes(self, path)
         return self._retried(lambda: self._forced_bytes(path))
 

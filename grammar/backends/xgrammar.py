@@ -20,7 +20,7 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.dialects.gbnf import to_gbnf
 from overlap_spec.grammar.ir.epsilon import EpsilonFree
-from overlap_spec.grammar.ir.forced_length import UNKNOWN, ForcedLength, forced_length, unpacked
+from overlap_spec.grammar.ir.reach import Reach
 from overlap_spec.grammar.isolation.import_stubs import awaiting, doing_without
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching import walk
@@ -67,14 +67,13 @@ class XGrammarBackend(Backend):
         except ForeignConstruct:
             if grammar.kind != "ebnf":
                 raise
-            return self._compile(grammar, grammar.source, UNKNOWN)
-        forced = forced_length(syntax.loops)
+            return self._compile(grammar, grammar.source)
         if grammar.kind == "ebnf":
             # The library crashes the process if a rule is nullable and left-recursive.
             syntax = EpsilonFree(syntax).syntax
-        return self._compile(grammar, to_gbnf(syntax), forced)
+        return self._compile(grammar, to_gbnf(syntax))
 
-    def _compile(self, grammar: Grammar, text: str, forced: ForcedLength) -> CompiledGrammar:
+    def _compile(self, grammar: Grammar, text: str) -> CompiledGrammar:
         start = time.perf_counter()
         try:
             compiled = self._compiler.compile_grammar(text)
@@ -83,12 +82,11 @@ class XGrammarBackend(Backend):
                 f"{grammar.kind} grammar cannot be compiled: {_reason(error)}", grammar.kind
             ) from error
         again = text if time.perf_counter() - start < QUICK_COMPILE_S else None
-        return _Compiled(compiled, self.vocabulary, again, forced)
+        return _Compiled(compiled, self.vocabulary, again)
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
-        forced, data = unpacked(data)
         if data.startswith(SOURCE):
-            return self._compile(grammar, data.removeprefix(SOURCE).decode(), forced)
+            return self._compile(grammar, data.removeprefix(SOURCE).decode())
         try:
             compiled = xgr.CompiledGrammar.deserialize_json(data.decode(), self._info)
         except (RuntimeError, ValueError) as error:
@@ -98,24 +96,18 @@ class XGrammarBackend(Backend):
             ) from error
         if len(data) > LARGE_FORM:
             trim()
-        return _Compiled(compiled, self.vocabulary, None, forced)
+        return _Compiled(compiled, self.vocabulary, None)
 
 
 class _Compiled(CompiledGrammar):
-    """``again``: the source text if compiling it is fast enough to replace the serialised form.
-    ``forced``: how long a text its rules may force."""
+    """``again``: the source text if compiling it is fast enough to replace the serialised form."""
 
     backend = "xgrammar"
 
     def __init__(
-        self,
-        compiled: xgr.CompiledGrammar,
-        vocabulary: Vocabulary,
-        again: str | None,
-        forced: ForcedLength,
+        self, compiled: xgr.CompiledGrammar, vocabulary: Vocabulary, again: str | None
     ) -> None:
-        self._compiled, self._again, self._forced = compiled, again, forced
-        self._vocabulary = vocabulary
+        self._compiled, self._again, self._vocabulary = compiled, again, vocabulary
         self._memory_bytes = int(compiled.memory_size_bytes)
 
     @property
@@ -124,13 +116,13 @@ class _Compiled(CompiledGrammar):
 
     def matcher(self) -> Matcher:
         library = xgr.GrammarMatcher(self._compiled)
-        return _XGrammarMatcher(library, self._vocabulary, [], self._forced)
+        return _XGrammarMatcher(library, self._vocabulary, [], self.reach)
 
     def serialize(self) -> bytes:
         if self._again is not None:
-            return self._forced.packed(SOURCE + self._again.encode())
+            return SOURCE + self._again.encode()
         text: str = self._compiled.serialize_json()
-        return self._forced.packed(text.encode())
+        return text.encode()
 
 
 class _XGrammarMatcher(Matcher):
@@ -139,12 +131,12 @@ class _XGrammarMatcher(Matcher):
         library: xgr.GrammarMatcher,
         vocabulary: Vocabulary,
         history: list[int],
-        forced: ForcedLength,
+        reach: Reach | None,
     ) -> None:
         self._library = library
         self.vocabulary = vocabulary
         self._history, self._size = history, 0
-        self._forced = forced
+        self._reach = reach
 
     def accept(self, token_id: int) -> bool:
         # The library rejects these too, but prints a warning for each.
@@ -193,7 +185,8 @@ class _XGrammarMatcher(Matcher):
     def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
         if self.is_terminated:
             return b""
-        if self._forced.behind(self._size + self._bytes_of(path)) > MOST_FORCED:
+        size, reach = self._size + self._bytes_of(path), self._reach
+        if reach is None or reach.longest(size) > MOST_FORCED:
             return walk.forced_bytes(self, path)
         accepted = 0
         try:
@@ -223,7 +216,7 @@ class _XGrammarMatcher(Matcher):
 
     def fork(self) -> Matcher:
         history = self._history.copy()
-        copy = _XGrammarMatcher(self._library.fork(), self.vocabulary, history, self._forced)
+        copy = _XGrammarMatcher(self._library.fork(), self.vocabulary, history, self._reach)
         copy._size = self._size
         return copy
 

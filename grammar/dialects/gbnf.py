@@ -26,9 +26,9 @@ from overlap_spec.grammar.automata.regex_ast import (
     Ref,
     Repetition,
     is_deterministic,
-    parts_of,
     references,
 )
+from overlap_spec.grammar.ir.route import longest_count
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth, states
 from overlap_spec.grammar.ir.tokens import Token
 
@@ -68,7 +68,7 @@ class _Writer:
                 made = states(name, token.language, token.escape)
         else:
             assert node is not None
-            counts = _counts(node)
+            counts = longest_count(node)
             if counts or not is_deterministic(node):
                 with suppress(TooLargeError):
                     dfa = from_node(node)
@@ -122,12 +122,6 @@ def _is_char(members: Ranges) -> bool:
 
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
-
-
-def _counts(node: Node) -> bool:
-    """Whether an expression has a repetition with a bound above 1."""
-    own = isinstance(node, Repetition) and (node.most or node.least) > 1
-    return own or any(map(_counts, parts_of(node)))
 
 
 def to_regex(node: Node) -> str:

@@ -32,11 +32,6 @@ def to_regex(node: Node, rule: Callable[[str], str]) -> str:
     return body + ("?" if (least, most) == (0, 1) else f"{{{least},{most}}}")
 
 
-def literal(text: str) -> str:
-    """A regular expression for exactly one text."""
-    return "".join(_point(ord(char)) for char in text)
-
-
 def _class(members: Ranges) -> str:
     (low, high), *more = members
     if low == high and not more:

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+import msgspec
 import numpy as np
 
 from overlap_spec.errors import GrammarError
@@ -63,8 +64,8 @@ class DistinctGrammar(CompiledGrammar):
     def __init__(self, inner: CompiledGrammar, plan: bytes) -> None:
         self.inner, self._packed = inner, plan
         self.backend, self.reason = inner.backend, inner.reason
-        blanks, nodes = json.loads(plan)
-        self.reader = Reader([_node(node) for node in nodes], blanks)
+        blanks, nodes = msgspec.msgpack.decode(plan, type=tuple[bool, list[Node]])
+        self.reader = Reader(nodes, blanks)
         self.has_items = any(node.distinct_items for node in self.reader.nodes)
         vocabulary = inner.matcher().vocabulary
         if self.has_items and (vocabulary.byte_tokens < 0).any():
@@ -79,13 +80,6 @@ class DistinctGrammar(CompiledGrammar):
 
     def matcher(self) -> Matcher:
         return DistinctMatcher(self, self.inner.matcher(), bytearray(), [_START], [0])
-
-
-def _node(fields: dict[str, object]) -> Node:
-    endless, items = fields["endless"], fields["items"]
-    assert isinstance(endless, str)
-    assert isinstance(items, list)
-    return Node(**{**fields, "endless": endless.encode(), "items": tuple(items)})  # type: ignore[arg-type]
 
 
 class TokenSets:

@@ -10,12 +10,12 @@ of the items so far, so equal items must be written alike, or their values never
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
 
+import msgspec
+
+from overlap_spec.grammar.distinct.text import Node
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.intersect import member, names_of
 from overlap_spec.grammar.lowering.resolver import Resolver
@@ -24,21 +24,7 @@ from overlap_spec.grammar.lowering.values import Values, is_endless
 from overlap_spec.grammar.schemas.source import json_path, key_of, loads
 
 _MOST_NODES = 2000
-_FIRST_BYTES = {"array": "[", "object": "{", "string": '"'}
-
-
-@dataclass
-class Node:
-    """As `text.Node`."""
-
-    distinct_items: bool = False
-    distinct_keys: bool = False
-    items: list[int] = field(default_factory=list)
-    rest: int = 0
-    named: dict[str, int] = field(default_factory=dict)
-    other: int = 0
-    endless: str = ""
-    exhaustible: bool = False
+_FIRST_BYTES = {"array": b"[", "object": b"{", "string": b'"'}
 
 
 class DistinctPlan:
@@ -63,8 +49,8 @@ class DistinctPlan:
         self._nodes = [Node()]
         self._known: dict[frozenset[Expr], int] = {frozenset((ANY,)): 0, frozenset(): 0}
 
-    def of(self, expr: Expr) -> list[dict[str, Any]]:
-        """The nodes from an expression on, as plain data; empty if there is nothing to look at.
+    def of(self, expr: Expr) -> list[Node]:
+        """The nodes from an expression on; empty if there is nothing to look at.
 
         Raises:
             Refusal: an array may or may not want its items to differ.
@@ -80,7 +66,13 @@ class DistinctPlan:
             live |= more
         if not live:
             return []
-        return [_plain(node, live) for node in self._nodes]
+        # To nodes that lead nowhere there is no way.
+        left_out = dict.fromkeys(set(range(len(self._nodes))) - live, 0)
+        for node in self._nodes:
+            node.items = [left_out.get(to, to) for to in node.items]
+            node.named = {name: left_out.get(to, to) for name, to in node.named.items()}
+            node.rest, node.other = (left_out.get(to, to) for to in (node.rest, node.other))
+        return self._nodes
 
     def _node(self, exprs: Iterable[Expr], path: str) -> int:
         key = frozenset(exprs)
@@ -116,7 +108,7 @@ class DistinctPlan:
         if node.distinct_items:
             items = [expr for exprs in (*places, rest) for expr in exprs]
             found = [shape for expr in items for shape in self._resolver.written(expr)]
-            node.endless = "".join(
+            node.endless = b"".join(
                 first
                 for kind, first in _FIRST_BYTES.items()
                 if all(self._is_endless(shape) for shape in found if shape.kind == kind)
@@ -143,24 +135,6 @@ def _inside(node: Node) -> set[int]:
     return {*node.items, node.rest, *node.named.values(), node.other}
 
 
-def _plain(node: Node, live: set[int]) -> dict[str, Any]:
-    """A node as plain data, which leads only to those that lead somewhere."""
-
-    def kept(number: int) -> int:
-        return number if number in live else 0
-
-    return {
-        "distinct_items": node.distinct_items,
-        "distinct_keys": node.distinct_keys,
-        "items": [*map(kept, node.items)],
-        "rest": kept(node.rest),
-        "named": {name: kept(to) for name, to in node.named.items()},
-        "other": kept(node.other),
-        "endless": node.endless,
-        "exhaustible": node.exhaustible,
-    }
-
-
 def _differ(shapes: Iterable[Shape]) -> bool:
     """Whether all fixed arrays have different items."""
     for shape in shapes:
@@ -172,11 +146,11 @@ def _differ(shapes: Iterable[Shape]) -> bool:
     return True
 
 
-def of_objects() -> list[dict[str, Any]]:
+def of_objects() -> list[Node]:
     """The plan of any JSON object that repeats no key at any depth."""
-    return [asdict(Node()), asdict(Node(distinct_keys=True, rest=1, other=1))]
+    return [Node(), Node(distinct_keys=True, rest=1, other=1)]
 
 
-def packed(nodes: list[dict[str, Any]], blanks: bool) -> bytes:
-    """Nodes as bytes; none if there are no nodes."""
-    return json.dumps([blanks, nodes]).encode() if nodes else b""
+def packed(nodes: list[Node], blanks: bool) -> bytes:
+    """What `matcher.wrap` reads; nothing if there are no nodes."""
+    return msgspec.msgpack.encode((blanks, nodes)) if nodes else b""

@@ -7,9 +7,11 @@ Reads bytes that a grammar allows, so it checks no syntax. What to look at comes
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from overlap_spec.grammar.schemas.source import key_of, loads
 
@@ -21,8 +23,7 @@ _QUOTE, _SLASH, _COMMA, _OPEN, _CLOSE, _BRACE, _UNBRACE = b'"\\,[]{}'
 ENDS = frozenset(b",]} \t\n\r")
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(msgspec.Struct, array_like=True):
     """A place in a schema; index 0 of a plan is one where there is nothing to look at.
 
     Args:
@@ -39,9 +40,9 @@ class Node:
 
     distinct_items: bool = False
     distinct_keys: bool = False
-    items: tuple[int, ...] = ()
+    items: list[int] = []
     rest: int = 0
-    named: Mapping[str, int] = field(default_factory=dict)
+    named: dict[str, int] = {}
     other: int = 0
     endless: bytes = b""
     exhaustible: bool = False

@@ -18,10 +18,11 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.grammar.drafting.byte_states import byte_states
 from overlap_spec.grammar.drafting.state_table import StateTable
+from overlap_spec.grammar.ir.reach import Reach, Thinking, reach
 from overlap_spec.grammar.isolation.check import violation
 from overlap_spec.grammar.lowering.lower import lower, to_plan
 from overlap_spec.grammar.reasoning.reply import GAP, MOST_GAP
-from overlap_spec.grammar.room.rules import Reach, RoomRules, Thinking, reach, room_rules
+from overlap_spec.grammar.room.rules import RoomRules, room_rules
 from overlap_spec.grammar.spec import Grammar
 
 # Longest plan of what a compiled grammar leaves to a matcher.

@@ -305,7 +305,7 @@ class Pool:
             ask = self._asks.get(number := link.outbox[0])
             order = Order(number, ask.holder, type(ask.job).__name__) if ask else Order(number)
             try:
-                channel.send(link.end, order, ask.body if ask else -1)
+                channel.send(link.end, order, ask.body if ask else None)
             except BlockingIOError:
                 self._loop.add_writer(link.end, self._flush, link)
                 return
@@ -325,25 +325,26 @@ class Pool:
         if message is None:
             self._lose(link, "their server ended")
             return
-        word, fd = message
+        word, body = message
         if word.number < 0 and word.failed is not None:
             self._lose(link, word.reason)
             return
         link.is_ready, self._state = True, word.state
         ask = self._asks.pop(word.number, None)
         if ask is None:
-            channel.drop(fd)
+            channel.drop(body)
         elif word.failed == "refused":
             ask.land(error=GrammarError(word.reason, word.param))
         elif word.failed is not None:
             ask.fail(Failed(word.failed, word.reason))
         else:
-            self._land(ask, fd)
+            self._land(ask, body)
 
-    def _land(self, ask: Ask, fd: int) -> None:
+    def _land(self, ask: Ask, body: channel.Body | None) -> None:
         try:
-            body = channel.read(fd, self._limits.result_bytes)
-            result = ask.job.read(self._backend, body)
+            assert body is not None
+            answer = channel.read(body, self._limits.result_bytes)
+            result = ask.job.read(self._backend, answer)
         except GrammarError as error:
             ask.land(error=error)
         except MemoryError:

@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from overlap_spec.children import OUTSIDE, can_take, end_with
+from overlap_spec.children import OUTSIDE, can_take, end_with, is_stopped
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation import worker
 from overlap_spec.grammar.isolation.channel import (
+    Body,
     Order,
     Word,
     drop,
@@ -48,6 +49,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.shares import Lane
 
+Answer = tuple[Word, Body | None]
 LATER = "try again later"
 STDERR_BYTES = 2000
 # How late it may be told how things stand.
@@ -77,7 +79,7 @@ class Setup(NamedTuple):
 
 
 class _Lost(Exception):
-    """A worker was ended by others, which is not its job's fault."""
+    """A worker was ended or stopped by others, which is not its job's fault."""
 
 
 class Worker:
@@ -85,7 +87,7 @@ class Worker:
 
     def __init__(self, pid: int, end: socket.socket, output: BufferedReader) -> None:
         self.pid, self.end, self.output = pid, end, output
-        self.answer: asyncio.Future[tuple[Word, int]] | None = None
+        self.answer: asyncio.Future[Answer] | None = None
 
 
 class Server:
@@ -120,14 +122,14 @@ class Server:
             if message is None:
                 over.set()
                 return
-            order, fd = message
-            if fd >= 0:
-                task = self.tasks[order.number] = asyncio.create_task(self._do(order, read(fd)))
+            order, body = message
+            if body is not None:
+                task = self.tasks[order.number] = asyncio.create_task(self._do(order, read(body)))
                 task.add_done_callback(partial(self._done, order.number))
             elif order.number in self.tasks:
                 self.tasks[order.number].cancel()
 
-    def _tell(self, word: Word | None = None, fd: int = -1) -> None:
+    def _tell(self, word: Word | None = None, body: Body | None = None) -> None:
         """Tell what became of a job, and how things stand."""
         if self.telling is not None:
             self.telling.cancel()
@@ -136,7 +138,7 @@ class Server:
         state = (len(self.workers), *lanes, self.forked, self.killed)
         # An engine that has gone is told nothing.
         with contextlib.suppress(ConnectionError):
-            send(self.end, msgspec.structs.replace(word or Word(), state=state), fd)
+            send(self.end, msgspec.structs.replace(word or Word(), state=state), body)
 
     def _tell_soon(self) -> None:
         """Tell how things stand, unless something is told before."""
@@ -146,27 +148,27 @@ class Server:
     # What befalls a job.
 
     async def _do(self, order: Order, job: bytes) -> None:
-        fd = -1
+        body: Body | None = None
         try:
             try:
-                word, fd = await self._attempt(order, job)
+                word, body = await self._attempt(order, job)
             except _Lost:
-                word, fd = await self._attempt(order, job)
+                word, body = await self._attempt(order, job)
         except _Lost as lost:
             word = Word(failed="unavailable", reason=f"{lost}, for the second time; {LATER}")
         except Failed as error:
             word = Word(failed=error.kind, reason=str(error))
         except OSError as error:
             word = Word(failed="unavailable", reason=f"{type(error).__name__}: {error}; {LATER}")
-        self._tell(msgspec.structs.replace(word, number=order.number), fd)
-        drop(fd)
+        self._tell(msgspec.structs.replace(word, number=order.number), body)
+        drop(body)
 
     def _done(self, number: int, _: asyncio.Task[None]) -> None:
         del self.tasks[number]
         self._fork_spare()
         self._tell_soon()
 
-    async def _attempt(self, order: Order, job: bytes) -> tuple[Word, int]:
+    async def _attempt(self, order: Order, job: bytes) -> Answer:
         """A worker's answer to a job, within the limits of time."""
         limits = self.limits
         given: Worker | None = None
@@ -189,6 +191,8 @@ class Server:
                 given = given or self._give(job)
                 answer = await self._answer(given, left_s)
             if answer is None:
+                if is_stopped(given.pid):
+                    raise _Lost("its worker process was stopped")
                 raise Failed("timeout", f"it took longer than {limits.time_s:g} s; {SIMPLIFY}")
             if answer[0].goes_on:
                 given.answer = None
@@ -208,7 +212,7 @@ class Server:
             raise Failed("busy", crowded)
         return lane
 
-    async def _answer(self, given: Worker, most_s: float) -> tuple[Word, int] | None:
+    async def _answer(self, given: Worker, most_s: float) -> Answer | None:
         """What a worker answers; None if it has not yet."""
         answer = given.answer
         assert answer is not None
@@ -265,7 +269,7 @@ class Server:
         else:
             if message is None:
                 error = self._end(given)
-            elif waiting is not None and (message[1] >= 0) == (message[0].failed is None):
+            elif waiting is not None and (message[1] is None) != (message[0].failed is None):
                 waiting.set_result(message)
                 return
             else:

@@ -38,6 +38,7 @@ def serve(end: socket.socket, backend: Backend | None, limits: CompileLimits) ->
     Path("/proc/self/oom_score_adj").write_text("1000")
     goes_on = True
     while goes_on and (found := receive(end, Order)) is not None:
+        assert found[1] is not None
         try:
             body = pickle.loads(read(found[1])).work(backend)
             goes_on = _private_bytes() < baseline + limits.memory_bytes * KEPT_SHARE

@@ -15,10 +15,10 @@ binds, nothing counts as evaluated, and there is one way.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Protocol
+from typing import Any
 
 from overlap_spec.grammar.lowering import keywords, local_keywords
 from overlap_spec.grammar.lowering.shapes import (
@@ -27,6 +27,7 @@ from overlap_spec.grammar.lowering.shapes import (
     NOTHING,
     Arrays,
     Doc,
+    Document,
     Expr,
     Keys,
     Objects,
@@ -34,6 +35,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Shapes,
     any_of,
     negated,
+    path_of,
 )
 from overlap_spec.grammar.schemas.source import json_path
 
@@ -74,32 +76,7 @@ Ways = dict[Seen, Shapes]
 _EVERY: Ways = {Seen(): FULL}
 
 
-class Source(local_keywords.Source, Protocol):
-    """What a schema document is asked for."""
-
-    best_effort: bool
-    contains_evaluates: bool
-
-    def shapes(self, expr: Expr) -> Shapes:
-        """An expression as a union of shapes."""
-
-    def otherwise(self, condition: Expr) -> Shapes:
-        """The values that an `if` does not hold for."""
-
-    def both(self, left: Shapes, right: Shapes, keyword: str, path: str) -> Shapes:
-        """The intersection of two unions."""
-
-    def exclusive(self, branches: list[Expr], base: Shapes, path: str) -> list[Shapes]:
-        """For each branch, the values of `base` that are in this branch alone."""
-
-    def target(self, keyword: str, reference: str, path: str) -> Expr:
-        """What a reference keyword points to."""
-
-    def inside(self, doc: Doc, read: Callable[[dict[str, Any], str], Ways]) -> Ways:
-        """What `read` makes of a document's keywords and path."""
-
-
-def shapes(plain: dict[str, Any], path: str, source: Source) -> Shapes:
+def shapes(plain: dict[str, Any], path: str, source: Document) -> Shapes:
     """The shapes of a schema, given in the form of draft 2020-12.
 
     Raises:
@@ -117,7 +94,7 @@ def shapes(plain: dict[str, Any], path: str, source: Source) -> Shapes:
 class _Reader:
     """Reads schemas; ``tracks`` what they evaluate."""
 
-    def __init__(self, source: Source, tracks: bool) -> None:
+    def __init__(self, source: Document, tracks: bool) -> None:
         self._source, self._tracks = source, tracks
 
     def ways(self, plain: dict[str, Any], path: str) -> Ways:
@@ -263,7 +240,8 @@ class _Reader:
                 bound = wanted != ANY and not seen.all_members
             else:
                 after = seen | Seen(all_items=True)
-                rest = any_of(wanted, *seen.items)
+                # In an order that does not go by where they lie in memory.
+                rest = any_of(wanted, *sorted(seen.items, key=path_of))
                 kept = (FULL[0], Arrays((ANY,) * seen.first_items, rest), *FULL[2:])
                 bound = rest != ANY and not seen.all_items
             held = self._source.both(shapes_, kept, keyword, path) if bound else shapes_

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from decimal import Decimal
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.shapes import (
     NOTHING,
     Arrays,
     Consts,
+    Document,
     Expr,
     Keys,
     Not,
@@ -26,20 +27,7 @@ from overlap_spec.grammar.lowering.shapes import (
 T = TypeVar("T")
 
 
-class SchemaOracle(Protocol):
-    """Answers questions about shapes that need the schema document."""
-
-    def holds(self, shape: Shape, text: str) -> bool:
-        """Whether a shape contains a value, given as JSON text."""
-
-    def is_empty(self, expr: Expr) -> bool:
-        """Whether an expression is surely empty."""
-
-    def has_key(self, keys: Keys, name: str) -> bool:
-        """Whether a set of keys contains a name."""
-
-
-def intersect(a: Shape, b: Shape, oracle: SchemaOracle) -> Shape | None:
+def intersect(a: Shape, b: Shape, oracle: Document) -> Shape | None:
     """The intersection of two shapes; None if it is empty, as far as that is cheap to see."""
     if a == b:
         return a
@@ -156,7 +144,7 @@ def tidy_array(shape: Arrays) -> Arrays | None:
     return Arrays(prefix, shape.rest, shape.least, most, shape.unique, shape.contains)
 
 
-def _objects(a: Objects, b: Objects, oracle: SchemaOracle) -> Objects:
+def _objects(a: Objects, b: Objects, oracle: Document) -> Objects:
     named = dict(a.named)
     for name, expr in b.named:
         named[name] = _narrowed(named[name], expr, oracle) if name in named else expr
@@ -172,14 +160,14 @@ def _objects(a: Objects, b: Objects, oracle: SchemaOracle) -> Objects:
     )
 
 
-def _narrowed(expr: Expr, other: Expr, oracle: SchemaOracle) -> Expr:
+def _narrowed(expr: Expr, other: Expr, oracle: Document) -> Expr:
     # Excluding what is not contained would only make equal shapes look different.
     if isinstance(other, Not) and other != NOTHING and oracle.is_empty(all_of(expr, other.body)):
         return expr
     return all_of(expr, other)
 
 
-def tidy_object(shape: Objects, oracle: SchemaOracle) -> Objects | None:
+def tidy_object(shape: Objects, oracle: Document) -> Objects | None:
     """The shape; None if a required member is impossible, or too many are required."""
     if shape.most is not None and max(shape.least, len(shape.required)) > shape.most:
         return None
@@ -190,7 +178,7 @@ def tidy_object(shape: Objects, oracle: SchemaOracle) -> Objects | None:
     return shape
 
 
-def closed(shape: Objects, oracle: SchemaOracle) -> Objects | None:
+def closed(shape: Objects, oracle: Document) -> Objects | None:
     """An object with the members that its keywords name alone, where they close it; None if it is
     empty."""
     if not shape.closes:
@@ -207,7 +195,7 @@ def names_of(shape: Objects) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*named, *shape.required, *sorted(ruled)]))
 
 
-def member(shape: Objects, name: str, oracle: SchemaOracle) -> Expr:
+def member(shape: Objects, name: str, oracle: Document) -> Expr:
     """The value of the member with a name, by all rules."""
     own = dict(shape.named).get(name)
     rules = [expr for keys, expr in shape.rules if oracle.has_key(keys, name)]

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any, Protocol
+from typing import Any
 
 from overlap_spec.grammar.lowering import keywords
-from overlap_spec.grammar.lowering.intersect import SchemaOracle, consts, intersect, tidy_array
+from overlap_spec.grammar.lowering.intersect import consts, intersect, tidy_array
 from overlap_spec.grammar.lowering.membership import kind_of
 from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.shapes import (
@@ -20,6 +20,7 @@ from overlap_spec.grammar.lowering.shapes import (
     NULL,
     Arrays,
     Contains,
+    Document,
     Expr,
     Keys,
     Numbers,
@@ -36,16 +37,7 @@ Schema = dict[str, Any]
 _OTHERS = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties"))
 
 
-class Source(SchemaOracle, Protocol):
-    """A schema oracle that also makes expressions of subschemas."""
-
-    closes_objects: bool
-
-    def expr(self, schema: Any, path: str) -> Expr:
-        """A subschema as an expression."""
-
-
-def shapes(plain: Schema, path: str, source: Source) -> Shapes:
+def shapes(plain: Schema, path: str, source: Document) -> Shapes:
     """The shapes of a schema's local keywords, given in the form of draft 2020-12."""
     found: list[Shape] = []
     for kind, whole in _types(plain):
@@ -69,7 +61,7 @@ def _types(plain: Schema) -> Iterator[tuple[str, bool | None]]:
 
 
 def _of_kind(
-    kind: str, whole: bool | None, plain: Schema, path: str, source: Source
+    kind: str, whole: bool | None, plain: Schema, path: str, source: Document
 ) -> Shape | None:
     if kind == "object":
         return _object(plain, path, source)
@@ -91,7 +83,7 @@ def _of_kind(
     return BOOLEANS if kind == "boolean" else NULL
 
 
-def _fixed(values: list[Any], allowed: list[Shape], source: Source) -> Iterator[Shape]:
+def _fixed(values: list[Any], allowed: list[Shape], source: Document) -> Iterator[Shape]:
     groups: dict[str, list[tuple[str, str]]] = {}
     for value in values:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -142,7 +134,7 @@ def _string(plain: Schema, path: str) -> Strings | None:
     return Strings(least, most, tuple(pattern for pattern in found if pattern is not None))
 
 
-def _array(plain: Schema, path: str, source: Source) -> Arrays:
+def _array(plain: Schema, path: str, source: Document) -> Arrays:
     prefix = tuple(
         source.expr(item, json_path(path, "prefixItems", i))
         for i, item in enumerate(plain.get("prefixItems", []))
@@ -158,7 +150,7 @@ def _array(plain: Schema, path: str, source: Source) -> Arrays:
     return Arrays(prefix, rest, least, most, bool(plain.get("uniqueItems")), contains)
 
 
-def _object(plain: Schema, path: str, source: Source) -> Objects | None:
+def _object(plain: Schema, path: str, source: Document) -> Objects | None:
     properties = plain.get("properties", {})
     named = tuple(
         (name, source.expr(schema, json_path(path, "properties", name)))

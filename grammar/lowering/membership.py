@@ -1,31 +1,38 @@
-"""Whether a shape contains a value."""
+"""Which values a shape contains: a given one, any at all, and all others: its complement."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any, Protocol
+from typing import Any
 
+from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.dfa import TooLargeError
 from overlap_spec.grammar.automata.regex import Pattern
-from overlap_spec.grammar.lowering.intersect import SchemaOracle, member
+from overlap_spec.grammar.lowering.intersect import member
+from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.shapes import (
+    ANY,
+    BOOLEANS,
+    NOTHING,
+    NULL,
     Arrays,
     Consts,
     Contains,
-    Expr,
+    Document,
     Numbers,
     Objects,
     Shape,
     Strings,
     Unsupported,
+    all_of,
+    negated,
 )
+from overlap_spec.grammar.lowering.strings import automaton
 from overlap_spec.grammar.schemas.source import key_of
 
-
-class Evaluator(SchemaOracle, Protocol):
-    """A schema oracle that also evaluates expressions."""
-
-    def has(self, expr: Expr, value: Any) -> bool:
-        """Whether an expression contains a value, with numbers as Decimal."""
+_FEW = 64
 
 
 def kind_of(value: Any) -> str:
@@ -36,7 +43,7 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "number")
 
 
-def contains_value(shape: Shape, value: Any, oracle: Evaluator) -> bool:
+def contains_value(shape: Shape, value: Any, oracle: Document) -> bool:
     """Whether a shape contains a value."""
     if isinstance(shape, Unsupported) or kind_of(value) != shape.kind:
         return isinstance(shape, Unsupported) and kind_of(value) == shape.kind
@@ -81,7 +88,7 @@ def _string(shape: Strings, value: str) -> bool:
     return not any(Pattern(pattern, "schema").matches(value) for pattern in shape.without)
 
 
-def _array(shape: Arrays, value: list[Any], oracle: Evaluator) -> bool:
+def _array(shape: Arrays, value: list[Any], oracle: Document) -> bool:
     if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
         return False
     if shape.unique and len(set(map(key_of, value))) < len(value):
@@ -92,12 +99,12 @@ def _array(shape: Arrays, value: list[Any], oracle: Evaluator) -> bool:
     return all(_counted(one, value, oracle) for one in shape.contains)
 
 
-def _counted(one: Contains, value: list[Any], oracle: Evaluator) -> bool:
+def _counted(one: Contains, value: list[Any], oracle: Document) -> bool:
     count = sum(oracle.has(one.item, item) for item in value[one.start :])
     return count >= one.least and (one.most is None or count <= one.most)
 
 
-def _object(shape: Objects, value: dict[str, Any], oracle: Evaluator) -> bool:
+def _object(shape: Objects, value: dict[str, Any], oracle: Document) -> bool:
     if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
         return False
     if any(name not in value for name in shape.required):
@@ -108,3 +115,152 @@ def _object(shape: Objects, value: dict[str, Any], oracle: Evaluator) -> bool:
         any(oracle.has_key(keys, name) and oracle.has(expr, held) for name, held in value.items())
         for keys, expr in shape.some
     )
+
+
+def shape_is_empty(shape: Shape, oracle: Document) -> bool:
+    """Whether a shape is empty; False if that is expensive to decide."""
+    if isinstance(shape, Numbers):
+        return _no_number(shape, oracle)
+    if isinstance(shape, Strings):
+        return _no_string(shape)
+    if isinstance(shape, Arrays):
+        return _no_array(shape, oracle)
+    if isinstance(shape, Objects):
+        return any(oracle.is_empty(member(shape, name, oracle)) for name in shape.required)
+    return False
+
+
+def _no_number(shape: Numbers, oracle: Document) -> bool:
+    if shape.bounds.is_empty:
+        return True
+    low, high = shape.bounds.integers()
+    if not shape.whole or low is None or high is None or high - low > _FEW:
+        return False
+    return not any(oracle.holds(shape, str(value)) for value in range(low, high + 1))
+
+
+def _no_string(shape: Strings) -> bool:
+    if len(shape.patterns) + len(shape.without) + len(shape.outside) == 0:
+        return False
+    if len(shape.patterns) == 1 and not shape.without and not shape.outside:
+        return False
+    try:
+        return automaton(shape).is_empty
+    except (GrammarError, TooLargeError):
+        return False
+
+
+def _no_array(shape: Arrays, oracle: Document) -> bool:
+    places = [*shape.prefix[: shape.least]]
+    if shape.least > len(shape.prefix):
+        places.append(shape.rest)
+    if any(map(oracle.is_empty, places)):
+        return True
+    items = [*shape.prefix, shape.rest]
+    return any(
+        one.least > 0
+        and all(oracle.is_empty(all_of(item, one.item)) for item in items[one.start :])
+        for one in shape.contains
+        if one.start <= len(shape.prefix)
+    )
+
+
+def complement(shape: Shape) -> Iterator[Shape]:
+    """Shapes whose union is all other values of the same JSON type.
+
+    The caller replaces fixed arrays and objects by their structure first.
+    """
+    if isinstance(shape, Unsupported):
+        yield shape
+    elif isinstance(shape, Consts):
+        yield from _other_consts(shape)
+    elif isinstance(shape, Numbers):
+        yield from _other_numbers(shape)
+    elif isinstance(shape, Strings):
+        yield from _other_strings(shape)
+    elif isinstance(shape, Arrays):
+        yield from _other_arrays(shape)
+    else:
+        yield from _other_objects(shape)
+
+
+def _other_consts(shape: Consts) -> Iterator[Shape]:
+    if shape.kind in ("boolean", "null"):
+        rest = [pair for pair in (BOOLEANS if shape.kind == "boolean" else NULL).values
+                if pair not in shape.values]  # fmt: skip
+        if rest:
+            yield Consts(shape.kind, tuple(rest))
+        return
+    values = [json.loads(text, parse_float=Decimal, parse_int=Decimal) for _, text in shape.values]
+    if shape.kind == "number":
+        yield Numbers(outside=tuple(values))
+    else:
+        yield Strings(outside=tuple(values))
+
+
+def _other_numbers(shape: Numbers) -> Iterator[Shape]:
+    low, high = shape.bounds.low, shape.bounds.high
+    if low is not None:
+        yield Numbers(Bounds(high=low, open_high=not shape.bounds.open_low))
+    if high is not None:
+        yield Numbers(Bounds(low=high, open_low=not shape.bounds.open_high))
+    if shape.whole is not None:
+        yield Numbers(whole=not shape.whole)
+    for step in shape.steps:
+        yield Numbers(not_steps=(step,))
+    for step in shape.not_steps:
+        yield Numbers(steps=(step,))
+    if shape.outside:
+        yield Consts("number", tuple((key_of(v), f"{v:f}") for v in shape.outside))
+
+
+def _other_strings(shape: Strings) -> Iterator[Shape]:
+    if shape.least:
+        yield Strings(most=shape.least - 1)
+    if shape.most is not None:
+        yield Strings(least=shape.most + 1)
+    for pattern in shape.patterns:
+        yield Strings(without=(pattern,))
+    for pattern in shape.without:
+        yield Strings(patterns=(pattern,))
+    if shape.outside:
+        texts = (json.dumps(value, ensure_ascii=False) for value in shape.outside)
+        yield Consts("string", tuple((text, text) for text in texts))
+
+
+def _other_arrays(shape: Arrays) -> Iterator[Shape]:
+    if shape.unique:
+        yield Unsupported("array", "uniqueItems")
+    if shape.least:
+        yield Arrays(most=shape.least - 1)
+    if shape.most is not None:
+        yield Arrays(least=shape.most + 1)
+    for i, item in enumerate(shape.prefix):
+        if item != ANY:
+            yield Arrays(prefix=(*[ANY] * i, negated(item)), least=i + 1)
+    if shape.rest == NOTHING:
+        yield Arrays(least=len(shape.prefix) + 1)
+    elif shape.rest != ANY:
+        yield Arrays(contains=(Contains(len(shape.prefix), negated(shape.rest), 1, None),))
+    for one in shape.contains:
+        if one.least:
+            yield Arrays(contains=(Contains(one.start, one.item, 0, one.least - 1),))
+        if one.most is not None:
+            yield Arrays(contains=(Contains(one.start, one.item, one.most + 1, None),))
+
+
+def _other_objects(shape: Objects) -> Iterator[Shape]:
+    for name, expr in shape.named:
+        if expr != ANY:
+            yield Objects(named=((name, negated(expr)),), required=(name,))
+    for keys, expr in shape.rules:
+        if expr != ANY:
+            yield Objects(some=((keys, negated(expr)),))
+    for name in shape.required:
+        yield Objects(named=((name, NOTHING),))
+    for keys, expr in shape.some:
+        yield Objects(rules=((keys, negated(expr)),))
+    if shape.least:
+        yield Objects(most=shape.least - 1)
+    if shape.most is not None:
+        yield Objects(least=shape.most + 1)

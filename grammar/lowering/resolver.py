@@ -6,15 +6,13 @@ import json
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.lowering import applicators, keywords
-from overlap_spec.grammar.lowering.complement import complement
-from overlap_spec.grammar.lowering.emptiness import shape_is_empty
 from overlap_spec.grammar.lowering.intersect import closed, intersect
-from overlap_spec.grammar.lowering.membership import contains_value
+from overlap_spec.grammar.lowering.membership import complement, contains_value, shape_is_empty
 from overlap_spec.grammar.lowering.references import References, Scope
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
@@ -26,16 +24,17 @@ from overlap_spec.grammar.lowering.shapes import (
     Consts,
     Doc,
     Expr,
+    Found,
     Keys,
     Not,
     Objects,
     Shape,
     Shapes,
     negated,
+    path_of,
 )
 from overlap_spec.grammar.schemas.source import loads
 
-Found = TypeVar("Found")
 _MOST_SHAPES = 512
 _MOST_MEETS = 100_000
 _LOOK_AHEAD = 4
@@ -297,15 +296,6 @@ class Resolver:
 
     def _is_empty_shape(self, shape: Shape) -> bool:
         return shape_is_empty(shape, self)
-
-
-def path_of(expr: Expr) -> str:
-    """The path in the document that an expression comes from."""
-    if isinstance(expr, Doc):
-        return expr.path
-    if isinstance(expr, Not):
-        return path_of(expr.body)
-    return path_of(expr.parts[0]) if expr.parts else "$"
 
 
 def _writes(shape: Shape, other: Shape) -> bool:

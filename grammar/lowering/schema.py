@@ -15,6 +15,7 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.escape import in_json, once_in_json
 from overlap_spec.grammar.automata.regex_ast import Node
 from overlap_spec.grammar.distinct.plan import DistinctPlan
+from overlap_spec.grammar.distinct.text import Node as WatchedNode
 from overlap_spec.grammar.ir.rules import Rules, choice, literal
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.any_order import Orders
@@ -94,7 +95,7 @@ class SchemaLowering:
             raise GrammarError(wrong, "schema")
         return start
 
-    def plan(self) -> list[dict[str, Any]]:
+    def plan(self) -> list[WatchedNode]:
         """Where items and keys must differ, after :meth:`start`; see `distinct`.
 
         Raises:

@@ -8,13 +8,15 @@ finite: members are resolved only when their rules are written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.references import Scope
 
+Found = TypeVar("Found")
 KINDS = ("object", "array", "string", "number", "boolean", "null")
 
 
@@ -65,6 +67,15 @@ def any_of(*parts: Expr) -> Expr:
 def negated(expr: Expr) -> Expr:
     """The complement of an expression."""
     return expr.body if isinstance(expr, Not) else Not(expr)
+
+
+def path_of(expr: Expr) -> str:
+    """The path in the document that an expression comes from."""
+    if isinstance(expr, Doc):
+        return expr.path
+    if isinstance(expr, Not):
+        return path_of(expr.body)
+    return path_of(expr.parts[0]) if expr.parts else "$"
 
 
 @dataclass(frozen=True)
@@ -179,3 +190,44 @@ EVERYTHING: dict[str, Shape] = {
 }  # fmt: skip
 FULL: Shapes = tuple(EVERYTHING[kind] for kind in KINDS)
 """Every value."""
+
+
+class Document(Protocol):
+    """What a schema document is asked for."""
+
+    best_effort: bool
+    closes_objects: bool
+    contains_evaluates: bool
+
+    def expr(self, schema: Any, path: str) -> Expr:
+        """A subschema as an expression."""
+
+    def shapes(self, expr: Expr) -> Shapes:
+        """An expression as a union of shapes."""
+
+    def otherwise(self, condition: Expr) -> Shapes:
+        """The values that an `if` does not hold for."""
+
+    def both(self, left: Shapes, right: Shapes, keyword: str, path: str) -> Shapes:
+        """The intersection of two unions."""
+
+    def exclusive(self, branches: list[Expr], base: Shapes, path: str) -> list[Shapes]:
+        """For each branch, the values of `base` that are in this branch alone."""
+
+    def target(self, keyword: str, reference: str, path: str) -> Expr:
+        """What a reference keyword points to."""
+
+    def inside(self, doc: Doc, read: Callable[[dict[str, Any], str], Found]) -> Found:
+        """What `read` makes of a document's keywords and path."""
+
+    def holds(self, shape: Shape, text: str) -> bool:
+        """Whether a shape contains a value, given as JSON text."""
+
+    def has(self, expr: Expr, value: Any) -> bool:
+        """Whether an expression contains a value, with numbers as Decimal."""
+
+    def has_key(self, keys: Keys, name: str) -> bool:
+        """Whether a set of keys contains a name."""
+
+    def is_empty(self, expr: Expr) -> bool:
+        """Whether an expression is surely empty."""

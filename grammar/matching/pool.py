@@ -72,11 +72,20 @@ class PoolResult(NamedTuple):
     refused: int = 0
 
 
+class _Around(NamedTuple):
+    """What a request's call needs beside its item; ``after``: the matcher's call before it."""
+
+    after: _MatcherCall | None
+    forced: ForcedRuns | None
+    guesses: Guesses
+    now_ns: int
+
+
 class _MatcherCall(ABC):
     """The matcher calls of one item.
 
-    ``after``: the matcher's call before it, until this one has run: a call that kept it would keep
-    all calls of the output.
+    ``after``: as in `_Around`, until this one has run: a call that kept it would keep all calls of
+    the output.
     """
 
     # Of the class until they change: a call is made for each request twice a step.
@@ -86,16 +95,10 @@ class _MatcherCall(ABC):
     runner: threading.Thread | None = None
     end_ns = 0
 
-    def __init__(
-        self,
-        item: AcceptItem | FillItem,
-        after: _MatcherCall | None,
-        forced: ForcedRuns | None,
-        guesses: Guesses,
-        now_ns: int,
-    ) -> None:
-        self.request_id, self.matcher, self.after = item.request_id, item.matcher, after
-        self.forced, self.guesses, self.start_ns = forced, guesses, now_ns
+    def __init__(self, item: AcceptItem | FillItem, around: _Around) -> None:
+        self.request_id, self.matcher = item.request_id, item.matcher
+        self.after: _MatcherCall | None
+        self.after, self.forced, self.guesses, self.start_ns = around
 
     @abstractmethod
     def work(self) -> None:
@@ -132,15 +135,8 @@ class _MatcherCall(ABC):
 
 
 class _AcceptCall(_MatcherCall):
-    def __init__(
-        self,
-        item: AcceptItem,
-        after: _MatcherCall | None,
-        forced: ForcedRuns | None,
-        guesses: Guesses,
-        now_ns: int,
-    ) -> None:
-        super().__init__(item, after, forced, guesses, now_ns)
+    def __init__(self, item: AcceptItem, around: _Around) -> None:
+        super().__init__(item, around)
         self.tokens = item.tokens
 
     def work(self) -> None:
@@ -168,17 +164,8 @@ class _FillCall(_MatcherCall):
 
     runs: Row | None = None
 
-    def __init__(
-        self,
-        item: FillItem,
-        after: _MatcherCall | None,
-        forced: ForcedRuns | None,
-        guesses: Guesses,
-        now_ns: int,
-        scratch: Row,
-        root_first: bool,
-    ) -> None:
-        super().__init__(item, after, forced, guesses, now_ns)
+    def __init__(self, item: FillItem, around: _Around, scratch: Row, root_first: bool) -> None:
+        super().__init__(item, around)
         self.item, self.scratch, self.root_first = item, scratch, root_first
 
     def work(self) -> None:
@@ -250,24 +237,21 @@ class MatcherPool:
 
         They follow the root of the request's last tree: where text was forced, that is learned.
         """
-        return self._run([_AcceptCall(item, *self._around(item.request_id)) for item in items])
+        return self._run([_AcceptCall(item, self._around(item.request_id)) for item in items])
 
     def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
         """Fill each item's rows; results in the items' order."""
         # A separate root row is worth its time only under a deadline.
         root_first = self.threads > 0 and self._deadline_ns < self._timeout_ns
         calls = [
-            _FillCall(item, *self._around(item.request_id), self._rows_for(item), root_first)
+            _FillCall(item, self._around(item.request_id), self._rows_for(item), root_first)
             for item in items
         ]
         return self._run(calls)
 
-    def _around(
-        self, request_id: int
-    ) -> tuple[_MatcherCall | None, ForcedRuns | None, Guesses, int]:
-        """What a request's call needs beside its item."""
+    def _around(self, request_id: int) -> _Around:
         guesses = self._guesses.get(request_id) or self.guesses(request_id)
-        return self._latest.get(request_id), self.forced, guesses, time.perf_counter_ns()
+        return _Around(self._latest.get(request_id), self.forced, guesses, time.perf_counter_ns())
 
     def guesses(self, request_id: int) -> Guesses:
         """How well a request's forced text is guessed."""

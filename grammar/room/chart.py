@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import deque
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,9 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.ir.reach import ENDLESS
 from overlap_spec.grammar.room.bodies import Bodies, Body
 from overlap_spec.grammar.room.graph import RuleGraph
-from overlap_spec.grammar.room.rules import ENDLESS, Ints, RoomRules
+from overlap_spec.grammar.room.rules import Ints, RoomRules
 from overlap_spec.grammar.room.trie import Repeats, TokenTrie
 from overlap_spec.grammar.rows import packed, tokens_of, which_allowed
 
@@ -48,6 +50,7 @@ UNKNOWN, NOWHERE = -2, -1
 MOST_ROUNDS = 8
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Place:
     """A place in the texts of a grammar.
 
@@ -60,38 +63,22 @@ class Place:
         ahead: The first bytes of that rest, as many as a token can have.
     """
 
-    __slots__ = (
-        "ahead",
-        "byte",
-        "entry",
-        "is_entered",
-        "is_led",
-        "lead",
-        "most",
-        "most_returns",
-        "moves",
-        "number",
-        "rest",
-        "returns",
-        "scans",
-        "step",
-        "tokens",
-        "waiting",
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number, self.rest, self.byte, self.tokens = number, ENDLESS, -1, -1
-        self.ahead: bytes | None = None
-        self.waiting: dict[int, list[tuple[int, Place]]] = {}
-        self.returns: dict[int, int] = {}
-        self.most_returns: dict[int, int] = {}
-        self.most = 0
-        self.scans: list[tuple[int, int, int, Place]] = []
-        self.moves: dict[int, Place | None] = {}
-        self.lead: tuple[Body, Place] | None = None
-        self.entry: Entry | None = None
-        self.is_led = self.is_entered = False
-        self.step: tuple[Ints | None, Step] | None = None
+    number: int
+    rest: int = ENDLESS
+    byte: int = -1
+    tokens: int = -1
+    ahead: bytes | None = None
+    waiting: dict[int, list[tuple[int, Place]]] = field(default_factory=dict)
+    returns: dict[int, int] = field(default_factory=dict)
+    most_returns: dict[int, int] = field(default_factory=dict)
+    most: int = 0
+    scans: list[tuple[int, int, int, Place]] = field(default_factory=list)
+    moves: dict[int, Place | None] = field(default_factory=dict)
+    lead: tuple[Body, Place] | None = None
+    entry: Entry | None = None
+    is_led: bool = False
+    is_entered: bool = False
+    step: tuple[Ints | None, Step] | None = None
 
 
 class Entry(NamedTuple):

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from threading import Lock
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.ir.reach import ENDLESS, Reach
 from overlap_spec.grammar.room.chart import Chart, Place
-from overlap_spec.grammar.room.rules import ENDLESS, Reach, RoomRules
+from overlap_spec.grammar.room.rules import RoomRules
 from overlap_spec.grammar.room.trie import token_trie
 from overlap_spec.grammar.vocabulary import Vocabulary
 

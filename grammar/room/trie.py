@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from threading import Lock
 
@@ -21,40 +22,37 @@ Numbers = npt.NDArray[np.int32]
 Level = tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
+@dataclass(eq=False)
 class Repeats:
     """Which tokens are texts of one language, one after the other.
 
     Args:
         texts: Of the tokens.
         words: Of a mask row.
-        counts, passed, cuts: As kept.
+        counts: int16 `(size,)`: of how many texts each token is made; -1: it is not.
+        passed, cuts: int16 `(size,)`: of how many its longest such beginning is, and its bytes.
 
     Attributes:
-        counts: int16 `(size,)`: of how many texts each token is made; -1: it is not.
-        most: The most of these.
+        most: The most of the counts.
     """
 
-    def __init__(
-        self,
-        texts: tuple[bytes, ...],
-        words: int,
-        counts: npt.NDArray[np.int16],
-        passed: npt.NDArray[np.int16],
-        cuts: npt.NDArray[np.int16],
-    ) -> None:
-        self.counts, self.most = counts, int(counts.max(initial=0))
-        self._texts, self._words = texts, words
-        # Of each token, of how many texts its longest such beginning is made, and its bytes.
-        self._passed, self._cuts = passed, cuts
-        self._within: dict[int, npt.NDArray[np.int32]] = {}
-        self._parts: OrderedDict[tuple[object, ...], Parts] = OrderedDict()
+    texts: tuple[bytes, ...]
+    words: int
+    counts: npt.NDArray[np.int16]
+    passed: npt.NDArray[np.int16]
+    cuts: npt.NDArray[np.int16]
+    _within: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)
+    _parts: OrderedDict[tuple[object, ...], Parts] = field(default_factory=OrderedDict)
+
+    def __post_init__(self) -> None:
+        self.most = int(self.counts.max(initial=0))
 
     def within(self, most: int) -> npt.NDArray[np.int32]:
         """int32 `(words,)`: tokens of at most so many of the texts."""
         found = self._within.get(most)
         if found is None:
             flags = (self.counts >= 0) & (self.counts <= most)
-            found = self._within[most] = packed(flags, self._words)
+            found = self._within[most] = packed(flags, self.words)
         return found
 
     def parts(self, tokens: npt.NDArray[np.int64], others: tuple[int, ...], most: int) -> Parts:
@@ -73,9 +71,9 @@ class Repeats:
         if found is None:
             numbers: dict[tuple[int, bytes], int] = {}
             which = []
-            passed, cuts = self._passed[tokens].tolist(), self._cuts[tokens].tolist()
+            passed, cuts = self.passed[tokens].tolist(), self.cuts[tokens].tolist()
             for token, count, cut in zip(tokens.tolist(), passed, cuts, strict=True):
-                text = self._texts[token]
+                text = self.texts[token]
                 is_cut = 0 < count <= most and text[0] not in others
                 part = (count, text[cut:]) if is_cut else (0, text)
                 which.append(numbers.setdefault(part, len(numbers)))

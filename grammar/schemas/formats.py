@@ -32,8 +32,8 @@ _DAY = (
     "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     "|02-(0[1-9]|1[0-9]|2[0-8]))"
 )
-_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
-_HOUR, _MINUTE = "([01][0-9]|2[0-3])", "[0-5][0-9]"
+DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+HOUR, MINUTE = "([01][0-9]|2[0-3])", "[0-5][0-9]"
 _FRACTION, _MILLIS = r"(\.[0-9]+)?", r"(\.[0-9]{1,3})?"
 # A leap second is 23:59:60 in UTC: here at offsets of whole and half hours.
 _LEAP_SECOND = "|".join(
@@ -42,7 +42,7 @@ _LEAP_SECOND = "|".join(
     for hour in range(24)
 )
 _TIME = (
-    rf"({_HOUR}:{_MINUTE}:{_MINUTE}{_FRACTION}([Zz]|[+\-]{_HOUR}:{_MINUTE})"
+    rf"({HOUR}:{MINUTE}:{MINUTE}{_FRACTION}([Zz]|[+\-]{HOUR}:{MINUTE})"
     rf"|23:59:60{_FRACTION}[Zz]|{_LEAP_SECOND})"
 )
 _N = "[0-9]+"
@@ -52,10 +52,10 @@ _DURATION = (
 )
 
 # RFC 3986 and 3987.
-_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_IPV4 = rf"{_BYTE}(\.{_BYTE}){{3}}"
-_HEX = "[0-9A-Fa-f]"
-_H16 = f"{_HEX}{{1,4}}"
+BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{BYTE}(\.{BYTE}){{3}}"
+HEX = "[0-9A-Fa-f]"
+_H16 = f"{HEX}{{1,4}}"
 _LS32 = f"({_H16}:{_H16}|{_IPV4})"
 
 
@@ -66,7 +66,7 @@ def _shortened(most: int, after: str) -> str:
 
 _LONG = [_shortened(before, f"({_H16}:){{{5 - before}}}{_LS32}") for before in range(6)]
 _IPV6 = f"(({_H16}:){{6}}{_LS32}|{'|'.join(_LONG)}|{_shortened(6, _H16)}|{_shortened(7, '')})"
-_ENCODED = f"%{_HEX}{{2}}"
+_ENCODED = f"%{HEX}{{2}}"
 _SUB = "!$&'()*+,;="
 _OTHER = "\u00a0-\ud7ff\uf900-\ufdcf\ufdf0-\uffef\U00010000-\U000dffff"
 _PRIVATE = "\ue000-\uf8ff\U000f0000-\U0010fffd"
@@ -78,7 +78,7 @@ def _reference(other: str, private: str, absolute: bool) -> str:
     name = f"([{free}{_SUB}]|{_ENCODED})*"
     char = f"([{free}{_SUB}:@]|{_ENCODED})"
     password = f":([{free}{_SUB}:]|{_ENCODED})*"
-    future = rf"[vV]{_HEX}+\.[A-Za-z0-9\-._~{_SUB}:]+"
+    future = rf"[vV]{HEX}+\.[A-Za-z0-9\-._~{_SUB}:]+"
     literal, port = rf"\[({_IPV6}|{future})\]", "(:[0-9]*)?"
     # A name may turn out to be a user's: one loop reads either.
     after_name = f"({port}|({password})?@({name}|{literal}){port})"
@@ -182,7 +182,7 @@ def _regex(depth: int) -> str:
 
 
 def _uuid(version: str, variant: str) -> str:
-    return f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-{variant}{_HEX}{{3}}-{_HEX}{{12}}"
+    return f"{HEX}{{8}}-{HEX}{{4}}-{version}{HEX}{{3}}-{variant}{HEX}{{3}}-{HEX}{{12}}"
 
 
 def _base64(char: str) -> str:
@@ -207,7 +207,7 @@ def _networks() -> str:
     for prefix in range(1, 32):
         whole, bits = divmod(prefix, 8)
         step = 1 << (8 - bits)
-        octets = [_BYTE] * whole
+        octets = [BYTE] * whole
         if bits:
             octets.append(f"({'|'.join(str(value) for value in range(0, 256, step))})")
         octets += ["0"] * (4 - len(octets))
@@ -227,8 +227,8 @@ _NETWORK6 = (
 )
 
 _WHOLE = {
-    "date": _DATE,
-    "date-time": f"{_DATE}[Tt]{_TIME}",
+    "date": DATE,
+    "date-time": f"{DATE}[Tt]{_TIME}",
     "time": _TIME,
     "duration": _DURATION,
     "email": _mailbox("", _DOMAIN),
@@ -253,7 +253,7 @@ _WHOLE = {
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(0|[1-9][0-9]*)(#|{_POINTER})",
     "regex": _regex(1),
-    "uuid": _uuid(_HEX, _HEX),
+    "uuid": _uuid(HEX, HEX),
     **{f"uuid{version}": _uuid(str(version), "[89ABab]") for version in range(1, 9)},
     "base64": _base64("[A-Za-z0-9+/]"),
     "byte": _base64(r"([A-Za-z0-9+/][ \r\n]*)"),

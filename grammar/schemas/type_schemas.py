@@ -17,18 +17,10 @@ from pydantic.errors import PydanticInvalidForJsonSchema
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from overlap_spec.grammar.automata.dialect import explicit
-from overlap_spec.grammar.schemas.formats import PYDANTIC_MAIL
+from overlap_spec.grammar.schemas.formats import BYTE, DATE, HEX, HOUR, MINUTE, PYDANTIC_MAIL
 
-_YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_DAY = (
-    "((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
-    "|02-(0[1-9]|1[0-9]|2[0-8]))"
-)
-_LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)"
-_DATE = f"({_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
-_HOUR, _SIXTY = "([01][0-9]|2[0-3])", "[0-5][0-9]"
-_TIME = rf"{_HOUR}:{_SIXTY}:{_SIXTY}(\.[0-9]{{1,6}})?"
-_ZONE = rf"(Z|[+\-]{_HOUR}:{_SIXTY})"
+_TIME = rf"{HOUR}:{MINUTE}:{MINUTE}(\.[0-9]{{1,6}})?"
+_ZONE = rf"(Z|[+\-]{HOUR}:{MINUTE})"
 _ZONES = {"aware": _ZONE, "naive": ""}
 # Up to some 9,000 years of days, which a timedelta holds.
 _N = "[0-9]{1,3}"
@@ -41,13 +33,11 @@ _DURATION = (
 _PART = r"([0-9]{1,15}(\.[0-9]{1,15})?)"
 _COMPLEX = rf"-?{_PART}([+\-]{_PART}j)?"
 
-_HEX = "[0-9A-Fa-f]"
-_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9](-?[A-Za-z0-9]){0,20}"
-_HOST = rf"(({_LABEL}\.){{0,4}}[A-Za-z](-?[A-Za-z0-9]){{0,20}}|{_BYTE}(\.{_BYTE}){{3}})"
+_HOST = rf"(({_LABEL}\.){{0,4}}[A-Za-z](-?[A-Za-z0-9]){{0,20}}|{BYTE}(\.{BYTE}){{3}})"
 _PORT = "([1-9][0-9]{0,3}|[1-5][0-9]{4})"
-_CHAR = rf"([A-Za-z0-9\-._~!$&'()*+,;=:@]|%{_HEX}{{2}})"
-_USER = rf"(([A-Za-z0-9\-._~]|%{_HEX}{{2}}){{1,40}}(:([A-Za-z0-9\-._~]|%{_HEX}{{2}}){{0,40}})?@)?"
+_CHAR = rf"([A-Za-z0-9\-._~!$&'()*+,;=:@]|%{HEX}{{2}})"
+_USER = rf"(([A-Za-z0-9\-._~]|%{HEX}{{2}}){{1,40}}(:([A-Za-z0-9\-._~]|%{HEX}{{2}}){{0,40}})?@)?"
 _AFTER = rf"(/({_CHAR}|/){{0,100}})?(\?({_CHAR}|[/?]){{0,100}})?(#({_CHAR}|[/?]){{0,60}})?"
 _LONGEST_URL = 1500
 _ANY_SCHEME = r"[A-Za-z][A-Za-z0-9+\-]{0,20}"
@@ -87,7 +77,7 @@ class TypeSchemas(GenerateJsonSchema):
 
     def datetime_schema(self, schema: Any) -> JsonSchemaValue:
         zone = _ZONES.get(schema.get("tz_constraint"), f"{_ZONE}?")
-        return _pattern(f"{_DATE}T{_TIME}{zone}")
+        return _pattern(f"{DATE}T{_TIME}{zone}")
 
     def time_schema(self, schema: Any) -> JsonSchemaValue:
         return _pattern(_TIME + _ZONES.get(schema.get("tz_constraint"), f"{_ZONE}?"))

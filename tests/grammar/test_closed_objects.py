@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 from overlap_spec.cli.request import ConstraintFlags
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, GrammarCompiler, Vocabulary
-from overlap_spec.grammar.backends import load
+from overlap_spec.grammar import Grammar, GrammarCompiler
 from overlap_spec.grammar.contract import CompiledGrammar
+from tests.support.grammars import by_bytes
 
 INT, STR = {"type": "integer"}, {"type": "string"}
 NAMES = ("a", "b", "c", "x")
@@ -29,8 +29,7 @@ OBJECTS: list[Any] = [
 
 @cache
 def compiler() -> GrammarCompiler:
-    vocabulary = Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,))
-    return GrammarCompiler(load("xgrammar")(vocabulary), cache_bytes=0, isolated=False)
+    return GrammarCompiler(by_bytes(), cache_bytes=0, isolated=False)
 
 
 def made(schema: Any, **options: Any) -> CompiledGrammar:

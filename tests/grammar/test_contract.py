@@ -13,6 +13,7 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends
 from overlap_spec.grammar.contract import Backend, Matcher
 from overlap_spec.grammar.matching import walk
+from tests.support.grammars import bits, legal, row_of
 
 NONE = -1
 STOPS = (3, 7)
@@ -91,17 +92,6 @@ def start(name: str, size: int, grammar: str, fed: list[int]) -> Matcher:
     matcher = backend(name, size).compile(GRAMMARS[grammar]).matcher()
     assert all(matcher.accept(t) for t in fed)
     return matcher
-
-
-def row_of(matcher: Matcher) -> np.ndarray:
-    row = np.full(matcher.vocabulary.words, 0x5A5A5A5A, np.int32)
-    matcher.fill(row)
-    return row
-
-
-def bits(row: np.ndarray) -> set[int]:
-    flags = np.unpackbits(row.view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(flags).tolist())
 
 
 def expected(name: str, size: int, grammar: str, fed: list[int], tree) -> np.ndarray:
@@ -183,7 +173,7 @@ def test_a_dead_end_of_the_vocabulary_allows_nothing(name: str) -> None:
         assert not row_of(matcher).any()
         assert not matcher.accept(3)
     matcher.rollback(1)
-    assert bits(row_of(matcher)) == {1, 3}
+    assert legal(matcher) == [1, 3]
     assert matcher.accept(3)
     assert matcher.ended()
 
@@ -205,9 +195,9 @@ def test_random_trees_over_every_remainder(name: str, remainder: int) -> None:
         matcher = start(name, size, grammar, [])
         fed: list[int] = []
         for _ in range(rng.randrange(4)):
-            legal = sorted(bits(row_of(matcher)) - set(STOPS))
-            if legal:
-                fed.append(rng.choice(legal))
+            allowed = [t for t in legal(matcher) if t not in STOPS]
+            if allowed:
+                fed.append(rng.choice(allowed))
                 assert matcher.accept(fed[-1])
         check_tree(name, size, grammar, fed, random_tree(rng, size))
 
@@ -229,9 +219,8 @@ def test_bits_past_the_vocabulary_and_of_special_tokens_are_zero(name: str) -> N
     anything = Grammar.ebnf(r"root ::= [\x00-\U0010ffff]*")
     for size in range(32, 65):
         matcher = backend(name, size).compile(anything).matcher()
-        legal = bits(row_of(matcher))
         text = {i for i, t in enumerate(vocabulary(size).tokens) if t and i != SPECIAL}
-        assert legal == text | set(STOPS)
+        assert set(legal(matcher)) == text | set(STOPS)
 
 
 def test_rejected_tokens_leave_the_state(name: str) -> None:
@@ -249,7 +238,7 @@ def test_every_stop_token_ends(name: str) -> None:
         assert not matcher.accept(stop)
         assert matcher.accept(0)
         assert matcher.is_complete
-        assert set(STOPS) <= bits(row_of(matcher))
+        assert set(STOPS) <= set(legal(matcher))
         assert matcher.accept(stop)
         assert matcher.is_terminated
 
@@ -263,7 +252,7 @@ def test_a_terminated_matcher_is_safe(name: str) -> None:
     assert not rows.any()
     matcher.rollback(1)
     assert not matcher.is_terminated
-    assert 1 in bits(row_of(matcher))
+    assert 1 in legal(matcher)
 
 
 def test_rollback_is_exact(name: str) -> None:

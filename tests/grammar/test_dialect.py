@@ -5,31 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from functools import cache
 from typing import Any
 
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary
+from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.automata import dfa
 from overlap_spec.grammar.automata.dfa_to_regex import to_node
 from overlap_spec.grammar.automata.dialect import explicit
 from overlap_spec.grammar.automata.escape import plain
 from overlap_spec.grammar.automata.regex import Pattern
-from overlap_spec.grammar.backends import load
-from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.schemas import formats
-
-
-@cache
-def backend() -> Backend:
-    return load("xgrammar")(Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,)))
-
-
-def takes(grammar: Grammar, text: str) -> bool:
-    matcher = backend().compile(grammar).matcher()
-    return all(map(matcher.accept, text.encode())) and matcher.is_complete
+from tests.support.grammars import by_bytes, takes
 
 
 def holds(schema: dict[str, Any], value: str) -> bool:
@@ -112,7 +100,7 @@ def test_an_expression_matches_what_both_dialects_do(
 )
 def test_what_is_broken_or_not_regular_is_refused_by_name(pattern: str, reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
-        backend().compile(Grammar.json_schema({"type": "string", "pattern": pattern}))
+        by_bytes().compile(Grammar.json_schema({"type": "string", "pattern": pattern}))
 
 
 def test_positions_in_errors_are_the_sources() -> None:
@@ -157,7 +145,7 @@ def test_anchors_leave_the_ways_beside_them(pattern: str) -> None:
     lark = Grammar.ebnf(f"start: /{pattern}/")
     tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}}
     for grammar in (Grammar.regex(pattern), lark, Grammar.structural_tag(tag)):
-        compiled = backend().compile(grammar)
+        compiled = by_bytes().compile(grammar)
         assert [text for text in texts if takes(grammar, text)] == wanted, compiled
     # A schema's pattern may match anywhere.
     found = Grammar.json_schema({"type": "string", "pattern": pattern})
@@ -175,6 +163,6 @@ def test_long_patterns_and_lark_are_read_by_the_compile() -> None:
         Grammar.structural_tag(tag),
     ):
         with pytest.raises(GrammarError, match=r"missing \), unterminated subpattern"):
-            backend().compile(grammar)
+            by_bytes().compile(grammar)
     assert takes(Grammar.regex(ways), "w1999")
     assert not takes(Grammar.regex(ways), "w2000")

@@ -20,6 +20,7 @@ from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.distinct.matcher import DistinctGrammar, DistinctMatcher
 from overlap_spec.grammar.rows import allowed
+from tests.support.grammars import legal, row_of, takes
 
 PIECES = [
     *('",', ',"', '","', '["', '"]', '],[', '],', '[[', '["a"', '"a"', '"a', 'a"', '"a",', '"a","'),
@@ -43,17 +44,6 @@ def compiler(backend: str = "xgrammar") -> GrammarCompiler:
 
 def compiled(schema: Any, backend: str = "xgrammar", **layout: Any) -> CompiledGrammar:
     return compiler(backend).compile(Grammar.json_schema(schema, **layout))
-
-
-def row_of(matcher: Matcher) -> np.ndarray[Any, Any]:
-    row = np.zeros(VOCABULARY.words, np.int32)
-    matcher.fill(row)
-    return row
-
-
-def legal(matcher: Matcher) -> list[int]:
-    row = row_of(matcher)
-    return [token for token in range(VOCABULARY.size) if allowed(row, token)]
 
 
 def unique(**keywords: Any) -> dict[str, Any]:
@@ -239,11 +229,6 @@ def test_walks_never_come_to_a_dead_end_and_end_valid(name: str, layout: Any) ->
         hook = repeats_no_key if name.startswith("counted") else None
         value = json.loads(text, object_pairs_hook=hook)
         assert Draft202012Validator(schema).is_valid(value), text
-
-
-def takes(made: CompiledGrammar, text: str) -> bool:
-    matcher = made.matcher()
-    return all(map(matcher.accept, text.encode())) and matcher.is_complete
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from overlap_spec.grammar import Grammar, backends
 from overlap_spec.grammar.contract import Matcher
 from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.guesses import KINDS, Guesses
-from overlap_spec.grammar.ir.forced_length import forced_length
+from overlap_spec.grammar.ir.reach import reach
+from overlap_spec.grammar.isolation.jobs import compile_whole
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.reasoning.matcher import wrap
 from overlap_spec.grammar.rows import allowed
-from tests.support.grammars import STOP, TEXTS, VOCABULARY, encode, ids, random_ebnf
+from tests.support.grammars import STOP, TEXTS, VOCABULARY, encode, ids, legal, random_ebnf
 
 PERSON = Grammar.json_schema(
     {
@@ -43,13 +44,7 @@ GRAMMARS = {
 def matcher_of(name: str, grammar: str) -> Matcher:
     if (name, grammar) == ("outlines", "nested"):
         pytest.skip("the backend refuses this grammar")
-    return backends.load(name)(VOCABULARY).compile(GRAMMARS[grammar]).matcher()
-
-
-def legal(matcher: Matcher) -> list[int]:
-    row = np.zeros(VOCABULARY.words, np.int32)
-    matcher.fill(row)
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return compile_whole(backends.load(name)(VOCABULARY), GRAMMARS[grammar]).matcher()
 
 
 @pytest.fixture(params=backends.names())
@@ -285,7 +280,7 @@ LONG_TEXTS = {
 def test_long_forced_text_is_told_in_part(name: str, grammar: str) -> None:
     """The libraries look for its end. The matcher, and others of its grammar, go on."""
     try:
-        compiled = backends.load(name)(VOCABULARY).compile(LONG_TEXTS[grammar])
+        compiled = compile_whole(backends.load(name)(VOCABULARY), LONG_TEXTS[grammar])
     except GrammarError:
         pytest.skip("the backend refuses this grammar")
     matcher = compiled.matcher()
@@ -328,12 +323,12 @@ def test_no_grammar_forces_more_than_its_bound() -> None:
             syntax = lower(Grammar.ebnf(text))
         except GrammarError:
             continue
-        bound = forced_length(syntax.loops)
+        bound = reach(syntax.plain)
         matcher = backends.load("reference")(VOCABULARY).compile(Grammar.ebnf(text)).matcher()
         size = 0
         while choices := [t for t in legal(matcher) if t < 256]:
             forced = matcher.forced_bytes()
-            assert len(forced) <= bound.behind(size), text
+            assert len(forced) <= bound.longest(size), text
             told += len(forced) > 1
             assert matcher.accept(rng.choice(choices))
             size += 1

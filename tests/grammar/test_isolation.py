@@ -249,6 +249,15 @@ def test_a_worker_killed_from_outside(compiler: GrammarCompiler) -> None:
     assert compiler.compile(job("after")).memory_bytes == 5
 
 
+def test_a_worker_stopped_from_outside_blames_no_grammar(compiler: GrammarCompiler) -> None:
+    compiler.compile(job("warm"))
+    future = compiler.submit(job("slow 1"))
+    until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
+    # The one that was forked first has the job, and another one is at hand.
+    os.kill(pids(compiler)[1], signal.SIGSTOP)
+    assert future.result(20).memory_bytes == 6
+
+
 @pytest.mark.ci
 def test_the_fork_server_killed_from_outside(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from jsonschema import Draft202012Validator
 
 from overlap_spec.cli.request import ConstraintFlags
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, GrammarCompiler, Vocabulary
-from overlap_spec.grammar.backends import load
-from overlap_spec.grammar.contract import Backend, CompiledGrammar
+from overlap_spec.grammar import Grammar, GrammarCompiler
+from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.lowering.any_order import MOST_SETS
+from tests.support.grammars import by_bytes, takes
 
 INT, STR = {"type": "integer"}, {"type": "string"}
 VALUES: list[Any] = [1, "a"]
@@ -28,19 +27,9 @@ OBJECTS: list[Any] = [
 ]
 
 
-@cache
-def backend(name: str) -> Backend:
-    return load(name)(Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,)))
-
-
 def made(schema: Any, name: str = "xgrammar", **options: Any) -> CompiledGrammar:
     options = {"key_order": "any", "additional_properties": "schema", **options}
-    return backend(name).compile(Grammar.json_schema(schema, **options))
-
-
-def takes(compiled: CompiledGrammar, text: str) -> bool:
-    matcher = compiled.matcher()
-    return all(map(matcher.accept, text.encode())) and matcher.is_complete
+    return by_bytes(name).compile(Grammar.json_schema(schema, **options))
 
 
 def compact(value: Any) -> str:
@@ -108,7 +97,7 @@ def test_fixed_values_and_items_that_must_differ_keep_their_order() -> None:
     grammar = Grammar.json_schema(
         {"type": "array", "items": closed, "uniqueItems": True}, key_order="any"
     )
-    with GrammarCompiler(backend("xgrammar"), isolated=False) as compiler:
+    with GrammarCompiler(by_bytes(), isolated=False) as compiler:
         compiled = compiler.compile(grammar)
     assert takes(compiled, '[{"a":1,"b":2},{"a":2,"b":2}]')
     assert not takes(compiled, '[{"a":1,"b":2},{"a":1,"b":2}]')

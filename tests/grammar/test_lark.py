@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary
-from overlap_spec.grammar.backends import load
-from overlap_spec.grammar.contract import Backend
-
-
-@cache
-def backend(name: str) -> Backend:
-    vocabulary = Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,))
-    return load(name)(vocabulary)
+from overlap_spec.grammar import Grammar
+from tests.support.grammars import by_bytes, takes
 
 
 def split(text: str, texts: list[str], name: str) -> tuple[list[str], list[str]]:
-    made = backend(name).compile(Grammar.ebnf(text))
+    made = by_bytes(name).compile(Grammar.ebnf(text))
     found: tuple[list[str], list[str]] = ([], [])
     for one in texts:
-        matcher = made.matcher()
-        whole = all(map(matcher.accept, one.encode())) and matcher.is_complete
-        found[not whole].append(one)
+        found[not takes(made, one)].append(one)
     return found
 
 

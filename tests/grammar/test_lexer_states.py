@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from overlap_spec.config import EMBEDDED
@@ -12,6 +11,7 @@ from overlap_spec.grammar import Grammar, GrammarCompiler, Matcher
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.tokenizer import Tokenizer
+from tests.support.grammars import bits, row_of
 
 pytestmark = pytest.mark.skipif(
     not (EMBEDDED / "target" / "tokenizer.json").exists(), reason="no embedded tokenizer"
@@ -26,19 +26,11 @@ def backend() -> Backend:
     return load("llguidance")(vocabulary)
 
 
-def mask(matcher: Matcher) -> npt.NDArray[np.int32]:
-    row = np.zeros(matcher.vocabulary.words, np.int32)
-    matcher.fill(row)
-    return row
-
-
 def write(matcher: Matcher, rng: np.random.Generator, tokens: int) -> list[int]:
     """Text drawn from the masks, without stop tokens."""
     found = []
     for _ in range(tokens):
-        row = mask(matcher) & matcher.vocabulary.text_row
-        legal = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-        found.append(int(rng.choice(legal)))
+        found.append(int(rng.choice(bits(row_of(matcher) & matcher.vocabulary.text_row))))
         assert matcher.accept(found[-1])
     return found
 
@@ -61,14 +53,14 @@ def test_texts_outlast_a_full_lexer(backend: Backend) -> None:
         matcher, text = (one, two)[turn % 2], texts[turn % 2]
         text += write(matcher, rng, 25)
         twin = anew(compiled, backend, text)
-        assert np.array_equal(mask(matcher), mask(twin))
+        assert np.array_equal(row_of(matcher), row_of(twin))
         drafts = np.array([text[-1], *write(twin, rng, 2)])
         links = np.array([1, 2, -1]), np.full(3, -1)
         rows = np.zeros((3, matcher.vocabulary.words), np.int32)
         matcher.fill_tree(drafts, *links, rows)
-        assert np.array_equal(rows[2], mask(twin))
+        assert np.array_equal(rows[2], row_of(twin))
         twin.rollback(1)
-        assert np.array_equal(rows[1], mask(twin))
+        assert np.array_equal(rows[1], row_of(twin))
         assert matcher.forced_bytes() == b""
         assert not matcher.accept(matcher.vocabulary.byte_tokens[ord("!")])
         matcher.rollback(3)
@@ -103,9 +95,9 @@ def test_a_step_that_takes_too_long_ends_its_request_alone(backend: Backend) -> 
     compiled = backend.compile(Grammar.regex(f"a*b({ways})*"))
     fine = compiled.matcher()
     assert fine.accept(fine.vocabulary.byte_tokens[ord("a")])
-    before = mask(fine)
+    before = row_of(fine)
     with pytest.raises(GrammarFailed, match="too many expressions"):
         write(compiled.matcher(), np.random.default_rng(0), 150)
     assert fine.accept(fine.vocabulary.byte_tokens[ord("a")])
-    assert np.array_equal(mask(fine), before)
-    assert np.array_equal(mask(compiled.matcher()), before)
+    assert np.array_equal(row_of(fine), before)
+    assert np.array_equal(row_of(compiled.matcher()), before)

@@ -10,20 +10,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from jsonschema import validators
 
 from bench.masks.order import Order
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary
+from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.automata.regex_ast import is_deterministic
-from overlap_spec.grammar.backends.llguidance import LLGuidanceBackend
-from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import CompiledGrammar
+from tests.support.grammars import STOP, by_bytes, legal, takes
 
-STOP = 256
 DATA = Path(__file__).parents[3] / "shared" / "data" / "jsonschemabench_dev.jsonl"
 TREE = {"$ref": "#/$defs/t", "$defs": {"t": {"items": {"$ref": "#/$defs/t"}, "type": "array"}}}
 PATTERN = {
@@ -35,29 +32,8 @@ OPEN = {"properties": {"a": {"type": "integer"}}, "additionalProperties": True, 
 
 
 @cache
-def backend() -> XGrammarBackend:
-    return XGrammarBackend(Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (STOP,)))
-
-
-@cache
 def compiled(grammar: Grammar) -> CompiledGrammar:
-    return backend().compile(grammar)
-
-
-def takes(grammar: Grammar, text: str | bytes) -> bool:
-    return holds(compiled(grammar), text)
-
-
-def holds(made: CompiledGrammar, text: str | bytes) -> bool:
-    matcher = made.matcher()
-    raw = text.encode() if isinstance(text, str) else text
-    return all(map(matcher.accept, raw)) and matcher.is_complete
-
-
-def legal(matcher) -> list[int]:
-    row = np.zeros(9, np.int32)
-    matcher.fill(row)
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return by_bytes().compile(grammar)
 
 
 def random_text(grammar: Grammar, rng: random.Random, most: int = 600) -> bytes | None:
@@ -149,13 +125,13 @@ REJECTED = [
 @pytest.mark.parametrize(("schema", "texts"), ACCEPTED, ids=lambda v: json.dumps(v)[:60])
 def test_valid_texts_get_through(schema: Any, texts: list[str]) -> None:
     grammar = Grammar.json_schema(schema)
-    assert [text for text in texts if not takes(grammar, text)] == []
+    assert [text for text in texts if not takes(compiled(grammar), text)] == []
 
 
 @pytest.mark.parametrize(("schema", "texts"), REJECTED, ids=lambda v: repr(v)[:60])
 def test_invalid_texts_do_not(schema: Any, texts: list[str | bytes]) -> None:
     grammar = Grammar.json_schema(schema)
-    assert [text for text in texts if takes(grammar, text)] == []
+    assert [text for text in texts if takes(compiled(grammar), text)] == []
 
 
 @pytest.mark.parametrize(
@@ -270,8 +246,8 @@ def test_regexes_mean_what_re_means() -> None:
         pattern = random_regex(rng, rng.choice([2, 3]))
         seen[is_deterministic(parse(pattern))] += 1
         grammar = Grammar.regex(pattern)
-        made = backend().compile(grammar)
-        wrong = [t for t in texts if holds(made, t) != bool(re.fullmatch(pattern, t))]
+        made = by_bytes().compile(grammar)
+        wrong = [t for t in texts if takes(made, t) != bool(re.fullmatch(pattern, t))]
         assert wrong == [], pattern
 
 
@@ -293,7 +269,7 @@ def test_schemas_in_the_wild() -> None:
             refused += 1
             continue
         for case in entry["tests"]:
-            got = takes(grammar, compact(Order(schema).apply(case["data"])))
+            got = takes(compiled(grammar), compact(Order(schema).apply(case["data"])))
             assert got == case["valid"], entry["id"]
         text = random_text(grammar, rng)
         if text is not None:
@@ -307,12 +283,12 @@ def test_a_long_name_beside_free_keys(length: int) -> None:
     """Only a library that has an operator for it can leave out a name that long."""
     schema = {"properties": {"a" * length: {"type": "integer"}}, "additionalProperties": True}
     with pytest.raises(GrammarError, match="too deep"):
-        backend().compile(Grammar.json_schema(schema))
-    assert backend().compile(Grammar.json_schema({**schema, "additionalProperties": False}))
-    made = LLGuidanceBackend(backend().vocabulary).compile(Grammar.json_schema(schema))
+        by_bytes().compile(Grammar.json_schema(schema))
+    assert by_bytes().compile(Grammar.json_schema({**schema, "additionalProperties": False}))
+    made = by_bytes("llguidance").compile(Grammar.json_schema(schema))
     for name, taken in (
         ("a" * length, False),
         ("a" * (length - 1), True),
         ("a" * length + "a", True),
     ):
-        assert holds(made, f'{{"{name}":"x"}}') == taken, len(name)
+        assert takes(made, f'{{"{name}":"x"}}') == taken, len(name)

@@ -6,16 +6,15 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import pytest
 from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator, validators
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary
-from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
-from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar import Grammar
+from overlap_spec.grammar.lowering.lower import lower
+from tests.support.grammars import by_bytes, takes
 
 D4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
 D7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
@@ -35,16 +34,6 @@ NESTED: list[Any] = [{"a": {"b": 1}}, {"a": {"b": "a"}, "b": [1]}, [[1], {"a": 1
 EVERYTHING = [*SCALARS, *STRINGS, *ARRAYS, *OBJECTS, *NESTED]
 
 
-@cache
-def backend() -> XGrammarBackend:
-    return XGrammarBackend(Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,)))
-
-
-def takes(compiled: CompiledGrammar, text: str) -> bool:
-    matcher = compiled.matcher()
-    return all(map(matcher.accept, text.encode())) and matcher.is_complete
-
-
 def spellings(value: Any) -> Iterator[str]:
     """Compact JSON of a value in each order of its outermost keys."""
     orders: Any = [value]
@@ -58,7 +47,7 @@ def wrong(schema: Any, pool: list[Any]) -> list[tuple[bool, str]]:
     """Instances on which grammar and oracle disagree, with the oracle's verdict."""
     oracle = validators.validator_for(schema, Draft202012Validator)(schema)
     grammar = Grammar.json_schema(schema, additional_properties="schema")
-    compiled = backend().compile(grammar)
+    compiled = by_bytes().compile(grammar)
     found = []
     for value in pool:
         valid = oracle.is_valid(value)
@@ -269,10 +258,10 @@ def test_random_schemas_accept_the_same_instances() -> None:
 def test_too_many_cases_are_refused_by_name() -> None:
     parts = [{"oneOf": [obj(**{f"k{i}{j}": INT}) for j in range(6)]} for i in range(6)]
     with pytest.raises(GrammarError, match=r"keyword '(oneOf|allOf|not)' combines into too many"):
-        backend().compile(Grammar.json_schema({"type": "object", "allOf": parts}))
+        by_bytes().compile(Grammar.json_schema({"type": "object", "allOf": parts}))
     far = {"type": "string", "pattern": "^(a|b)*a(a|b){40}$", "not": {"pattern": "b$"}}
     with pytest.raises(GrammarError, match="keyword 'pattern' needs too large an automaton"):
-        backend().compile(Grammar.json_schema(far))
+        by_bytes().compile(Grammar.json_schema(far))
 
 
 def test_drafts_differ_where_they_should() -> None:
@@ -281,3 +270,15 @@ def test_drafts_differ_where_they_should() -> None:
         assert dialect({**head, **schema}).is_valid(1)
         assert wrong({**head, **schema}, [1, 2, "a"]) == []
     assert wrong(schema, [1, 2, "a"]) == []
+
+
+def test_a_schema_is_lowered_to_the_same_rules_each_time() -> None:
+    contains = [{"contains": {"const": name}} for name in "abcd"]
+    grammar = Grammar.json_schema({"allOf": contains, "unevaluatedItems": False})
+    found = set()
+    for turn in range(12):
+        found.add(repr(lower(grammar).rules))
+        # Behind two others it is not remembered.
+        for other in ("a", "b"):
+            lower(Grammar.regex(f"{other}{turn}"))
+    assert len(found) == 1

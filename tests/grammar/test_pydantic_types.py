@@ -27,7 +27,6 @@ from typing import (
     TypeVar,
 )
 
-import numpy as np
 import pytest
 from pydantic import (
     UUID1,
@@ -111,12 +110,9 @@ from pydantic.alias_generators import to_camel
 from typing_extensions import TypeAliasType, TypedDict
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, GrammarCompiler, Matcher, Vocabulary
-from overlap_spec.grammar.backends import load
-from overlap_spec.grammar.contract import CompiledGrammar
+from overlap_spec.grammar import Grammar, GrammarCompiler, Matcher
+from tests.support.grammars import STOP, by_bytes, legal, takes
 
-VOCABULARY = Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,))
-STOP = 256
 T = TypeVar("T")
 
 
@@ -421,16 +417,14 @@ ALL = every()
 
 @cache
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(load("auto")(VOCABULARY), cache_bytes=0, isolated=False)
+    return GrammarCompiler(by_bytes("auto"), cache_bytes=0, isolated=False)
 
 
 def walk(matcher: Matcher, rng: random.Random, soft: int) -> str:
     """Bytes at random to the end; past `soft` bytes those that lead to it come first."""
-    text, row = bytearray(), np.zeros(VOCABULARY.words, np.int32)
+    text = bytearray()
     while True:
-        matcher.fill(row)
-        bits = np.unpackbits(row.view(np.uint8), bitorder="little")
-        found = np.flatnonzero(bits).tolist()
+        found = legal(matcher)
         assert found, bytes(text)
         if STOP in found and (len(text) > soft or len(found) == 1 or rng.random() < 0.2):
             return text.decode()
@@ -445,11 +439,6 @@ def walk(matcher: Matcher, rng: random.Random, soft: int) -> str:
         byte = rng.choice(found)
         assert matcher.accept(byte)
         text.append(byte)
-
-
-def takes(made: CompiledGrammar, text: bytes) -> bool:
-    matcher = made.matcher()
-    return all(map(matcher.accept, text)) and matcher.is_complete
 
 
 def check(name: str, walks: int) -> None:

@@ -5,22 +5,15 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Matcher, Vocabulary
+from overlap_spec.grammar import Grammar, Vocabulary
 from overlap_spec.grammar.backends import load
-from tests.support.grammars import random_ebnf
+from tests.support.grammars import random_ebnf, row_of
 
 TEXTS = (b"a", b"b", b"c", b"d", b"ac", b"ca", b"bcc", b"")
 VOCABULARY = Vocabulary(TEXTS, len(TEXTS), (7,))
-
-
-def mask(matcher: Matcher) -> npt.NDArray[np.int32]:
-    row = np.zeros(VOCABULARY.words, np.int32)
-    matcher.fill(row)
-    return row
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
@@ -38,8 +31,8 @@ def test_masks_of_random_grammars_are_the_oracles(name: str) -> None:
         for _ in range(3):
             left, right = wanted.matcher(), compiled.matcher()
             for _ in range(8):
-                row = mask(left)
-                assert np.array_equal(mask(right), row), (text, left.accepted_tokens)
+                row = row_of(left)
+                assert np.array_equal(row_of(right), row), (text, left.accepted_tokens)
                 legal = [t for t in range(7) if row[0] >> t & 1]
                 if not legal:
                     break
@@ -57,5 +50,5 @@ def test_a_start_rule_may_refer_to_itself() -> None:
         .matcher()
     )
     assert matcher.accept(TEXTS.index(b"c"))
-    legal = [text for token, text in enumerate(TEXTS) if mask(matcher)[0] >> token & 1]
+    legal = [text for token, text in enumerate(TEXTS) if row_of(matcher)[0] >> token & 1]
     assert legal == [b"a", b"c", b"ac", b"ca"]

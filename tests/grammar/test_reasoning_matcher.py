@@ -10,10 +10,10 @@ import pytest
 
 from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar import Grammar, Vocabulary, backends
-from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import Backend, Matcher
 from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
 from overlap_spec.grammar.reasoning.reply import ReasoningStream, load_reasoning, opened_by
+from tests.support.grammars import by_bytes, legal
 
 NONE = -1
 PIECES = [
@@ -45,8 +45,7 @@ def backend(name: str) -> Backend:
 
 @cache
 def oracle(grammar: Grammar):
-    tokens = (*(bytes([byte]) for byte in range(256)), b"")
-    return XGrammarBackend(Vocabulary(tokens, 257, (256,))).compile(grammar)
+    return by_bytes().compile(grammar)
 
 
 @cache
@@ -61,9 +60,7 @@ def token(text: str) -> int:
 
 
 def bits(matcher: Matcher) -> set[int]:
-    row = np.full(vocabulary().words, 0x5A5A5A5A, np.int32)
-    matcher.fill(row)
-    return set(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+    return set(legal(matcher))
 
 
 def feed(matcher: Matcher, text: str | bytes) -> bool:
@@ -97,17 +94,17 @@ def test_masks_are_those_of_the_whole_grammar(grammar: str, begin: str | None) -
         rng = random.Random(seed)
         matcher, text = compiled.matcher(), b""
         for _ in range(14):
-            legal = bits(matcher)
+            allowed = bits(matcher)
             want = legal_by_bytes(thinking, text)
             # The whole grammar lets "<think>" be an answer as well; the matcher reads a beginning.
             if not (grammar == "choice" and begin):
-                assert legal == want, text
-            choices = sorted(legal - set(STOPS))
+                assert allowed == want, text
+            choices = sorted(allowed - set(STOPS))
             if not choices:
                 break
             marks = [t for t in choices if b"think" in texts[t] or b"k>" in texts[t]]
             chosen = rng.choice(marks if marks and rng.random() < 0.3 else choices)
-            for other in set(range(SIZE)) - legal:
+            for other in set(range(SIZE)) - allowed:
                 assert not matcher.accept(other)
             assert matcher.accept(chosen)
             text += texts[chosen]

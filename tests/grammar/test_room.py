@@ -16,7 +16,7 @@ from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import CompiledGrammar, Matcher
 from overlap_spec.grammar.room import chart as charts
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
-from tests.support.grammars import random_ebnf
+from tests.support.grammars import bits, random_ebnf, row_of
 
 PIECES = (
     *(bytes([i]) for i in range(256)),
@@ -63,16 +63,6 @@ BACKENDS = ("reference", "xgrammar", "llguidance", "auto")
 @cache
 def compiler(backend: str) -> GrammarCompiler:
     return GrammarCompiler(load(backend)(VOCABULARY), isolated=False)
-
-
-def bits(row: np.ndarray) -> list[int]:
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-
-
-def row_of(matcher: Matcher) -> np.ndarray:
-    row = np.zeros(matcher.vocabulary.words, np.int32)
-    matcher.fill(row)
-    return row
 
 
 def fewest(matcher: Matcher, most: int) -> int | None:

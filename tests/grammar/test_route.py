@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, backends
+from overlap_spec.grammar import Grammar, backends
 from overlap_spec.grammar.backends.auto import AutoBackend
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.ir.route import SMALL, longest_count, route
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.parsing import read
+from tests.support.grammars import BYTES
 
-TOKENS = tuple(bytes([byte]) for byte in range(256))
-VOCABULARY = Vocabulary((*TOKENS, b""), 257, (256,))
 NAMED = {
     "type": "object",
     "properties": {"name": {"type": "integer"}},
@@ -25,7 +24,7 @@ AMBIGUOUS = 'root ::= x "b" | "c"\nx ::= "a" root | [ab]*'
 
 @pytest.fixture(scope="module")
 def auto() -> Backend:
-    return backends.load("auto")(VOCABULARY)
+    return backends.load("auto")(BYTES)
 
 
 @pytest.mark.parametrize(
@@ -52,9 +51,9 @@ def test_a_choice_travels(auto: Backend) -> None:
     compiled = auto.compile(grammar)
     data = compiled.serialize()
     assert data is not None
-    again = backends.load("auto")(VOCABULARY).deserialize(grammar, data)
+    again = backends.load("auto")(BYTES).deserialize(grammar, data)
     assert (again.backend, again.reason) == (compiled.backend, compiled.reason)
-    rows = np.zeros((2, VOCABULARY.words), np.int32)
+    rows = np.zeros((2, BYTES.words), np.int32)
     for row, found in zip(rows, (compiled, again), strict=True):
         matcher = found.matcher()
         assert matcher.accept(ord("{"))
@@ -64,7 +63,7 @@ def test_a_choice_travels(auto: Backend) -> None:
 
 
 def test_the_next_backend_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto = AutoBackend(VOCABULARY)
+    auto = AutoBackend(BYTES)
 
     def refuses(*_: object) -> None:
         raise GrammarError("too much")
@@ -80,7 +79,7 @@ def test_the_next_backend_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_fault_that_is_no_refusal_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    auto = AutoBackend(VOCABULARY)
+    auto = AutoBackend(BYTES)
 
     def dies(*_: object) -> None:
         raise RuntimeError("a fault")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jsonschema
 import pytest
 
-from overlap_spec.grammar import Grammar, Vocabulary, backends
+from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.automata.dfa import from_node
 from overlap_spec.grammar.automata.escape import plain
 from overlap_spec.grammar.automata.regex import Pattern
@@ -19,6 +19,7 @@ from overlap_spec.grammar.dialects.rust import to_regex
 from overlap_spec.grammar.ir.epsilon import EpsilonFree
 from overlap_spec.grammar.ir.slice_hints import later, letters_first, straight
 from overlap_spec.grammar.lowering.lower import lower
+from tests.support.grammars import by_bytes, takes
 
 Rules = dict[str, Node]
 Hint = Callable[[Node, Rules], Node | None]
@@ -88,9 +89,8 @@ def test_straight_is_some_of_the_language(pattern: str, has: bool) -> None:
 
 @pytest.mark.parametrize("pattern", ["ab1", "^http|x$", "[0-9]{3}"])
 def test_long_texts_with_a_pattern_somewhere(pattern: str) -> None:
-    vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), b""), 257, (256,))
     schema = {"type": "array", "items": {"type": "string", "pattern": pattern}}
-    found = backends.load("llguidance")(vocabulary).compile(Grammar.json_schema(schema))
+    found = by_bytes("llguidance").compile(Grammar.json_schema(schema))
     for length in (3, 198, 201, 260):
         for text in ("y" * length, "y" * length + "ab1 http 123 x", "http" + "b" * length):
             matcher = found.matcher()
@@ -110,15 +110,13 @@ def test_rules_that_many_share_are_visited_once() -> None:
 
 def members(schema: dict[str, object], backend: str) -> tuple[list[bool], ...]:
     """Whether each of some objects is let through, by what the backend and pure logic say."""
-    vocabulary = Vocabulary((*(bytes([byte]) for byte in range(256)), b""), 257, (256,))
-    found = backends.load(backend)(vocabulary).compile(Grammar.json_schema(schema))
+    found = by_bytes(backend).compile(Grammar.json_schema(schema))
     values: list[object] = [None, "", 3, {}]
     keys = ["X-a", "Xa", "name", "n\U0010ffff", "X-\U0010ffff", "X", "X\U0010ffff", "", "nam"]
     let, right = [], []
     for key, value in itertools.product(keys, values):
         text = json.dumps({key: value}, ensure_ascii=False, separators=(",", ":"))
-        matcher = found.matcher()
-        let.append(all(map(matcher.accept, text.encode())) and matcher.is_complete)
+        let.append(takes(found, text))
         right.append(jsonschema.Draft202012Validator(schema).is_valid({key: value}))
     return let, right
 

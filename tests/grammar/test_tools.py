@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary
-from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
+from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.reasoning.markers import known_markers
 from overlap_spec.grammar.tools import formats as tool_formats
 from overlap_spec.grammar.tools.format import ToolFormat
@@ -28,6 +27,7 @@ from overlap_spec.grammar.tools.stream import (
     ToolReply,
     parse_reply,
 )
+from tests.support.grammars import by_bytes
 
 CITY = {
     "type": "object",
@@ -60,13 +60,8 @@ CALLS = {
 
 
 @cache
-def backend() -> XGrammarBackend:
-    return XGrammarBackend(Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,)))
-
-
-@cache
 def compiled(grammar: Grammar):
-    return backend().compile(grammar)
+    return by_bytes().compile(grammar)
 
 
 def reach(grammar: Grammar, text: str) -> tuple[int, bool]:

@@ -2,25 +2,13 @@ r"""`\p{…}`, `\P{…}` and `\u{…}` mean what ECMA-262 says."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary
-from overlap_spec.grammar.backends import load
-from overlap_spec.grammar.contract import Backend
-
-
-@cache
-def backend() -> Backend:
-    return load("xgrammar")(Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,)))
-
-
-def takes(grammar: Grammar, text: str) -> bool:
-    matcher = backend().compile(grammar).matcher()
-    return all(map(matcher.accept, text.encode())) and matcher.is_complete
+from overlap_spec.grammar import Grammar
+from tests.support.grammars import takes
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ import json
 import pytest
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar import Grammar, Vocabulary, backends
+from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.lowering.members import MOST_NAMED
-
-STOP = 256
-VOCABULARY = Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (STOP,))
+from tests.support.grammars import by_bytes, takes
 
 
 def wide(properties: int, required: slice) -> Grammar:
@@ -29,14 +27,12 @@ def wide(properties: int, required: slice) -> Grammar:
 
 
 def allows(compiled: CompiledGrammar, value: dict[str, int]) -> bool:
-    matcher = compiled.matcher()
-    text = json.dumps(value, separators=(",", ":")).encode()
-    return all(matcher.accept(byte) for byte in text) and matcher.accept(STOP)
+    return takes(compiled, json.dumps(value, separators=(",", ":")))
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance", "auto"])
 def test_hundreds_of_properties_of_which_every_other_one_is_optional(name: str) -> None:
-    compiled = backends.load(name)(VOCABULARY).compile(wide(600, slice(0, None, 2)))
+    compiled = by_bytes(name).compile(wide(600, slice(0, None, 2)))
     every = {f"p{i}": i for i in range(600)}
     needed = {key: i for key, i in every.items() if i % 2 == 0}
     assert allows(compiled, every)
@@ -61,15 +57,10 @@ def test_rules_do_not_depend_on_how_deep_the_recursion_went() -> None:
         "required": ["b"],
         "additionalProperties": False,
     }
-    compiled = backends.load("reference")(VOCABULARY).compile(Grammar.json_schema(schema))
-
-    def given(text: str) -> bool:
-        matcher = compiled.matcher()
-        return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(STOP)
-
-    assert given('{"b":true}')
-    assert given('{"a":true,"b":true,"c":false}')
-    assert given('{"b":true,"c":false}')
-    assert not given('{"a":true}')
-    assert not given('{"b":true,"a":true}')
-    assert not given("{}")
+    compiled = by_bytes("reference").compile(Grammar.json_schema(schema))
+    assert takes(compiled, '{"b":true}')
+    assert takes(compiled, '{"a":true,"b":true,"c":false}')
+    assert takes(compiled, '{"b":true,"c":false}')
+    assert not takes(compiled, '{"a":true}')
+    assert not takes(compiled, '{"b":true,"a":true}')
+    assert not takes(compiled, "{}")

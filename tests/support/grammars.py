@@ -1,16 +1,52 @@
-"""Random grammars, and a vocabulary of bytes and a few longer tokens."""
+"""Random grammars, a vocabulary of bytes, one with a few longer tokens, and what masks allow."""
 
 from __future__ import annotations
 
 import json
 import random
+from functools import cache
 
-from overlap_spec.grammar import Vocabulary
+import numpy as np
+
+from overlap_spec.grammar import Backend, CompiledGrammar, Grammar, Matcher, Vocabulary
+from overlap_spec.grammar.backends import load
 
 STOP, SPECIAL, LONG = 256, 257, 258
 # Every byte, a stop and a special token, and some longer ones; "{" once more as a second token.
 TEXTS = [*(bytes([b]) for b in range(256)), b"", b"<s>", b'{"', b'":', b'":"', b"name", b"na", b"{"]
 VOCABULARY = Vocabulary(tuple(TEXTS), len(TEXTS), (STOP,), frozenset({SPECIAL}))
+# Bytes alone, with the same stop token.
+BYTES = Vocabulary((*(bytes([b]) for b in range(256)), b""), 257, (STOP,))
+
+
+@cache
+def by_bytes(name: str = "xgrammar") -> Backend:
+    """A backend whose tokens are bytes."""
+    return load(name)(BYTES)
+
+
+def takes(grammar: Grammar | CompiledGrammar, text: str | bytes) -> bool:
+    """Whether a grammar, or what was compiled of it for bytes, has a text."""
+    compiled = by_bytes().compile(grammar) if isinstance(grammar, Grammar) else grammar
+    matcher, raw = compiled.matcher(), text.encode() if isinstance(text, str) else text
+    return all(map(matcher.accept, raw)) and matcher.is_complete
+
+
+def bits(row: np.ndarray) -> list[int]:
+    """The tokens of a mask row."""
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+
+
+def row_of(matcher: Matcher) -> np.ndarray:
+    """A matcher's mask row, in a buffer that held something."""
+    row = np.full(matcher.vocabulary.words, 0x5A5A5A5A, np.int32)
+    matcher.fill(row)
+    return row
+
+
+def legal(matcher: Matcher) -> list[int]:
+    """The tokens that a matcher allows."""
+    return bits(row_of(matcher))
 
 
 def encode(text: str) -> list[int]:
