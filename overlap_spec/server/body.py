@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+
+from overlap_spec.memory import collector_off
 
 # Twice the tokens of the longest contexts; reading so many values takes some tens of milliseconds.
 MOST_VALUES = 2**18
@@ -18,18 +18,6 @@ MOST_VALUES = 2**18
 LARGE_BODY = 2**16
 # Key of the request's scope under which the guard leaves its `Turnstile`.
 OWN_TURN = "overlap_spec.own_turn"
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """Do the block's work, which makes no cycles, without the collector."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def count_values(body: bytes) -> int:

@@ -19,8 +19,8 @@ from overlap_spec.grammar.reasoning.reply import (
 )
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tools.stream import CallArguments, CallStart, CallStream, ContentDelta
-from overlap_spec.server.protocol.task import ChatTask, Effort
 from overlap_spec.server.service import Service
+from overlap_spec.server.task import ChatTask, Effort
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, FinishReason, Output, Request
 

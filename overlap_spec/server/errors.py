@@ -3,11 +3,12 @@ its paths: ``{"type": "error", "error": {type, message}}``."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -31,6 +32,54 @@ ANTHROPIC_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+# As the OpenAPI document shows them.
+class NamedError(BaseModel):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """An error."""
+
+    error: NamedError
+
+
+class KindOfError(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """An error in Anthropic's form."""
+
+    type: Literal["error"]
+    error: KindOfError
+
+
+STATUSES = {
+    "4XX": "The request is invalid; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The server must not be called by this name (`Host`), or this needs the admin's key.",
+    404: "No such route or model.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    429: "Too many requests wait; `Retry-After` says when to try again.",
+    500: "Internal error.",
+    503: "The engine is not available, or memory is short; `Retry-After` says when to try again.",
+    504: "The request took too long.",
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": about, "model": Error} for status, about in STATUSES.items()
+}
+ANTHROPIC_ERRORS = {status: told | {"model": AnthropicError} for status, told in ERRORS.items()}
 
 
 class ApiError(OverlapSpecError):

@@ -20,12 +20,11 @@ from pydantic import FailFast
 
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import RequestFailed
-from overlap_spec.server import sglang
+from overlap_spec.server import admin, chat, completions, messages, responses, sglang
 from overlap_spec.server.body import MOST_VALUES
 from overlap_spec.server.keys import Keys
 from overlap_spec.server.middleware import GuardMiddleware
-from overlap_spec.server.protocol import chat, messages, responses, text
-from overlap_spec.server.protocol.base import Strict
+from overlap_spec.server.protocol import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
 from tests.support.serving import Server, error_of, wait_for
@@ -418,7 +417,7 @@ def lists_of(annotation: Any, fails_fast: bool = False) -> Iterator[tuple[Any, b
 def test_every_list_of_a_body_fails_fast() -> None:
     bodies = [
         each
-        for module in (chat, messages, responses, text)
+        for module in (admin, chat, completions, messages, responses, sglang)
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, Strict)
     ]

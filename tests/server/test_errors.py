@@ -27,7 +27,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "string"),
     (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0]", "'robot'"),
-    (CHAT, {"messages": [{"role": "assistant"}]}, "messages", "content or tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content", "content or tool_calls"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},

@@ -15,8 +15,7 @@ from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.ipc.server import MOST_VALUES, in_parts
 from overlap_spec.server.events import PART_BYTES, GrowingList, InParts, sse, written
 from overlap_spec.server.loop_turns import Buckets, Turnstile, TurnTimes, timed_loop
-from overlap_spec.server.protocol.text import GenerateBody
-from overlap_spec.server.sglang import SGLangFormatter
+from overlap_spec.server.sglang import GenerateBody, SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Delta, Output, Request, SamplingParams, TokenLogprobs
 from tests.support.serving import MOST_TURN_S, Server
