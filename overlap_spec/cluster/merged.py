@@ -53,7 +53,6 @@ class _Families(Collector):
         self._texts = texts
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client."""
         found: dict[str, Metric] = {}
         for replica, text in self._texts.items():
             for family in text_string_to_metric_families(text.decode()):

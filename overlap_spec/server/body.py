@@ -56,7 +56,6 @@ class BodyRoute(APIRoute):
     """A route that gives its handler a :class:`BodyRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """See FastAPI."""
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:

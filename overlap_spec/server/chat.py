@@ -215,7 +215,6 @@ class ChatBody(OpenAIBody):
 
     @property
     def is_deprecated(self) -> bool:
-        """See the base class."""
         return super().is_deprecated or self.functions is not None
 
     def tool_ask(self) -> ToolAsk:
@@ -371,7 +370,6 @@ class ChatFormatter(Format):
 
     @property
     def headers(self) -> Mapping[str, str]:  # type: ignore[override]
-        """See the base class."""
         return self.body.headers
 
     @property

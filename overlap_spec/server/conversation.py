@@ -118,7 +118,6 @@ class ThinkingTokens:
 
     @property
     def count(self) -> int:
-        """See the class."""
         return self._before if self._thinks else 0
 
     def push(self, ids: Sequence[int]) -> None:

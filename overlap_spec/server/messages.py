@@ -99,16 +99,24 @@ class ThinkingBlock(Strict):
     signature: str | None = None
 
 
-Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
-]
+class UserTurn(Strict):
+    """The user's message: texts, and the results of tools."""
+
+    role: Literal["user"]
+    content: str | Items[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
 
 
-class Turn(Strict):
-    """A message. As the last one, the assistant's is the beginning of the reply."""
+class AssistantTurn(Strict):
+    """The model's message. As the last one, it is the beginning of the reply."""
 
-    role: Literal["user", "assistant"]
-    content: str | Items[Block]
+    role: Literal["assistant"]
+    content: (
+        str
+        | Items[Annotated[TextBlock | ToolUseBlock | ThinkingBlock, Field(discriminator="type")]]
+    )
+
+
+Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
 
 
 class Tool(Part):
@@ -245,18 +253,18 @@ class CountBody(GenerationBody):
         """The messages as chat templates expect them: results of tools are messages of their own.
 
         Raises:
-            InvalidRequest: a block that cannot be in a message of its role.
+            InvalidRequest: the last message calls a tool.
         """
         said: list[dict[str, Any]] = []
         if self.system is not None:
             said.append({"role": "system", "content": _text(self.system)})
-        for index, turn in enumerate(self.messages):
+        for turn in self.messages:
             if isinstance(turn.content, str):
                 said.append({"role": turn.role, "content": turn.content})
             elif turn.role == "user":
-                said += _asked(turn.content, index)
+                said += _asked(turn.content)
             else:
-                said.append(_answered(turn.content, index))
+                said.append(_answered(turn.content))
         if self.messages[-1].role == "assistant" and "tool_calls" in said[-1]:
             raise InvalidRequest("a tool_use needs its tool_result", "messages")
         return said
@@ -287,28 +295,25 @@ class MessagesBody(CountBody):
         return replace(given, max_tokens=None)
 
 
-def _asked(blocks: list[Any], index: int) -> list[dict[str, Any]]:
+def _asked(blocks: Sequence[TextBlock | ToolResultBlock]) -> list[dict[str, Any]]:
     """A user's message: the results of tools, then the text."""
     said: list[dict[str, Any]] = []
     texts = []
-    for number, block in enumerate(blocks):
-        match block:
-            case TextBlock():
-                texts.append(block.text)
-            case ToolResultBlock():
-                content = _text(block.content or "")
-                said.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-            case _:
-                raise _misplaced(block, index, number, "a user's")
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+        else:
+            content = _text(block.content or "")
+            said.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     if texts or not said:
         said.append({"role": "user", "content": "\n".join(texts)})
     return said
 
 
-def _answered(blocks: list[Any], index: int) -> dict[str, Any]:
+def _answered(blocks: Sequence[TextBlock | ToolUseBlock | ThinkingBlock]) -> dict[str, Any]:
     """An assistant's message."""
     texts, thoughts, calls = [], [], []
-    for number, block in enumerate(blocks):
+    for block in blocks:
         match block:
             case TextBlock():
                 texts.append(block.text)
@@ -317,19 +322,12 @@ def _answered(blocks: list[Any], index: int) -> dict[str, Any]:
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            case _:
-                raise _misplaced(block, index, number, "an assistant's")
     said: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         said["reasoning_content"] = "".join(thoughts)
     if calls:
         said |= {"tool_calls": calls, "content": said["content"] or None}
     return said
-
-
-def _misplaced(block: Any, index: int, number: int, whose: str) -> InvalidRequest:
-    where = f"messages[{index}].content[{number}]"
-    return InvalidRequest(f"a {block.type} cannot be in {whose} message", where)
 
 
 def _text(content: str | list[TextBlock]) -> str:

@@ -73,7 +73,6 @@ class Strict(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """See pydantic."""
         cls.known = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @classmethod

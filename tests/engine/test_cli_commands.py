@@ -449,10 +449,10 @@ def test_doctor_says_what_to_do(
 ) -> None:
     from overlap_spec import doctor
 
-    monkeypatch.setattr(doctor, "LIBRARIES", ("torch", "nonesuch"))
+    monkeypatch.setattr(doctor, "libraries", lambda: ["torch", "nonesuch"])
     assert run(monkeypatch, "doctor") == 1
     assert "to mend:\nnonesuch: not installed: pip install nonesuch" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "LIBRARIES", ())
+    monkeypatch.setattr(doctor, "libraries", list)
     monkeypatch.setattr(doctor, "_device", list)
     monkeypatch.setattr(doctor, "_weights", lambda *_: [])
     assert run(monkeypatch, "doctor") == 0
