@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 from fastapi import Query, Request
 from pydantic import Field
-from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.responses import FileResponse, Response
 
 from overlap_spec.async_engine import count_characters
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
@@ -45,7 +45,8 @@ SILENCE_S = 10.0
 SCRAPE_TIMEOUT_S, STATE_TIMEOUT_S = 1.0, 10.0
 # Of a key's hash: tells clients apart, and is no key.
 TAG_CHARACTERS = 8
-UNREADY: dict[int | str, Any] = {503: {"description": "Not ready."}}
+UNREADY: dict[int | str, dict[str, Any]] = {503: {"description": "Not ready."}}
+TEXT_PAGE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 # Of /tokenize, whose text may be longer than the context, in characters.
 LONGEST_TEXT = 2**20
 
@@ -166,7 +167,7 @@ async def health_generate(service: Serving, request: Request) -> Response:
     return Json({"status": "ready"})
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@router.get("/metrics", responses=TEXT_PAGE)
 async def prometheus(service: Serving) -> Response:
     """All metrics in Prometheus's text format; of an engine that does not answer, its last."""
     engine, metrics = service.engine, service.metrics
