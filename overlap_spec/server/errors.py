@@ -135,31 +135,25 @@ class Json(Response):
 
 def as_api_error(error: Exception) -> ApiError:
     """Any error as the client sees it."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, CompileFailure):
-        return _compile_failure(error)
-    if isinstance(error, InvalidRequest):
-        return ApiError(400, str(error), error.param)
-    if isinstance(error, QueueFull):
-        return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
-    if isinstance(error, EngineUnavailable):
-        return ApiError(503, str(error), code="engine_unavailable", kind="service_unavailable")
-    if isinstance(error, TimeoutError):
-        message = "the request took longer than request_timeout_s, and was aborted"
-        return ApiError(504, message, code="timeout", kind="timeout_error")
-    return ApiError(500, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-
-
-def _compile_failure(error: CompileFailure) -> ApiError:
-    if error.kind == "busy":
-        return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
-    if error.kind == "no_memory":
-        return ApiError(503, str(error), code="out_of_memory", kind="service_unavailable")
-    if error.kind in ("closed", "unavailable"):
-        return ApiError(503, str(error), code="engine_unavailable", kind="service_unavailable")
-    # Over a limit, or too much for a backend: the grammar is at fault.
-    return ApiError(400, str(error), error.param, code=f"grammar_{error.kind}")
+    text = str(error)
+    match error:
+        case ApiError():
+            return error
+        case QueueFull() | CompileFailure(kind="busy"):
+            return ApiError(429, text, code="queue_full", kind="rate_limit_error")
+        case CompileFailure(kind="no_memory"):
+            return ApiError(503, text, code="out_of_memory", kind="service_unavailable")
+        case EngineUnavailable() | CompileFailure(kind="closed" | "unavailable"):
+            return ApiError(503, text, code="engine_unavailable", kind="service_unavailable")
+        case CompileFailure():
+            # Over a limit, or too much for a backend: the grammar is at fault.
+            return ApiError(400, text, error.param, code=f"grammar_{error.kind}")
+        case InvalidRequest():
+            return ApiError(400, text, error.param)
+        case TimeoutError():
+            text = "the request took longer than request_timeout_s, and was aborted"
+            return ApiError(504, text, code="timeout", kind="timeout_error")
+    return ApiError(500, f"{type(error).__name__}: {error}" if text else type(error).__name__)
 
 
 def error_response(error: ApiError, path: str) -> Json:
