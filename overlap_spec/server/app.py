@@ -30,7 +30,13 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
     additional = cast("AdditionalProperties", engine.config.additional_properties)
     service = Service(engine, settings, Metrics(), Constraints(settings, additional))
 
-    app = FastAPI(title="overlap-spec", version="1", responses=ERRORS, redoc_url=None)
+    app = FastAPI(
+        title="overlap-spec",
+        version="1",
+        responses=ERRORS,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
     app.state.service = service
     add_handlers(app)
 

@@ -203,7 +203,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
     There are few: lists stop at their first wrong item, and no dict has more than some thousands.
     """
     items = error.errors()
-    found = [(place(i["loc"][1:], error.body, i["type"] == "missing"), i) for i in items]
+    found = [(_where(i, error.body), i) for i in items]
     where, item = max(found, key=lambda pair: pair[0].count(".") + pair[0].count("["))
     own = item.get("ctx", {}).get("error")
     if isinstance(own, InvalidRequest):
@@ -219,6 +219,14 @@ def from_validation(error: RequestValidationError) -> ApiError:
     elif item["type"] in ("model_attributes_type", "model_type") and not where:
         message = "the body must be a JSON object (Content-Type: application/json)"
     return ApiError(400, message, where or None)
+
+
+def _where(item: Any, body: Any) -> str:
+    """The field of one of pydantic's errors, in the body or in the path or query."""
+    kind, *inside = item["loc"]
+    if kind != "body":
+        return ".".join(map(str, inside))
+    return place(tuple(inside), body, item["type"] == "missing")
 
 
 def place(loc: tuple[int | str, ...], body: Any, missing: bool) -> str:

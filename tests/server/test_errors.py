@@ -267,6 +267,10 @@ def test_no_such_route_method_or_model(server: Server) -> None:
     assert server.get("/").status_code == (200 if admin.PAGE.is_file() else 404)
 
 
+def test_a_wrong_parameter_of_a_query_is_named(server: Server) -> None:
+    assert error_of(server.get("/timeline?steps=0"))["param"] == "steps"
+
+
 def test_a_refusal_of_a_stream_has_its_status(server: Server) -> None:
     body = {"messages": HI, "stream": True, "ebnf": "root ::= nonesuch"}
     assert error_of(server.post(CHAT, body))["param"] == "ebnf"
