@@ -19,13 +19,12 @@ from starlette.types import Receive
 from overlap_spec.async_engine import AsyncEngine, AsyncRequestHandle
 from overlap_spec.engine.arguments import copies
 from overlap_spec.errors import GrammarError, InvalidRequest
-from overlap_spec.server.body import BodyRoute
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_error, cut
 from overlap_spec.server.events import Events, Wire, written
 from overlap_spec.server.keys import holder_of
 from overlap_spec.server.metrics import Metrics
-from overlap_spec.server.middleware import OWNER
+from overlap_spec.server.middleware import OWNER, BodyRoute
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
 

@@ -21,9 +21,8 @@ from pydantic import FailFast
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import RequestFailed
 from overlap_spec.server import admin, chat, completions, messages, responses, sglang
-from overlap_spec.server.body import MOST_VALUES
 from overlap_spec.server.keys import Keys
-from overlap_spec.server.middleware import GuardMiddleware
+from overlap_spec.server.middleware import MOST_VALUES, GuardMiddleware
 from overlap_spec.server.protocol import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
