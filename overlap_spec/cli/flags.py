@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -89,7 +89,8 @@ def with_flags(settings: Any, flags: Mapping[str, str]) -> Callable[[Command], C
         flags: Names of fields → their panel in the help.
     """
     types, about = get_type_hints(settings), helps(settings)
-    defaults = {field.name: field.default for field in fields(settings)}
+    none = inspect.Parameter.empty
+    defaults = {f.name: none if f.default is MISSING else f.default for f in fields(settings)}
     added = []
     for name, panel in flags.items():
         kind, default, own, text = types[name], defaults[name], about[name].flags, about[name].text
