@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from overlap_spec.config import EngineConfig, Help
@@ -75,17 +75,9 @@ class ClusterSettings:
 
     def _check_unused(self) -> None:
         """A setting of replicas is an error where there are none, and is never ignored."""
-        plain = {
-            "max_replicas": None,
-            "routing": "prefix",
-            "fronts": 1,
-            "cpus_per_replica": 1.0,
-            "gpus_per_replica": None,
-            "ray_address": None,
-        }
-        for name, default in plain.items():
-            if getattr(self, name) != default:
-                raise ConfigError(f"{name} goes with replicas: set replicas, 1 or more")
+        for field in fields(self):
+            if getattr(self, field.name) != field.default:
+                raise ConfigError(f"{field.name} goes with replicas: set replicas, 1 or more")
 
 
 def gpus_of(config: EngineConfig, cluster: ClusterSettings, there: float) -> float:
