@@ -19,9 +19,9 @@ import zmq.asyncio
 from overlap_spec.children import without_secrets
 from overlap_spec.ipc import messages as m
 
-# Longest path of a folder for temporary files that leaves room for a Unix socket's name, in
-# characters.
-LONGEST_PATH = 60
+# Longest path of the folder for temporary files, in characters: with what stands behind it, a Unix
+# socket's path has at most 107.
+LONGEST_PATH = 78
 PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent.parent)
 
 
