@@ -54,22 +54,17 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         """Raise ConfigError that names the first invalid setting."""
-        if self.replicas is not None and self.replicas < 1:
-            raise ConfigError(f"replicas must be at least 1: {self.replicas}")
-        if self.max_replicas is not None:
-            least = self.replicas or 1
-            if self.max_replicas < least:
-                raise ConfigError(
-                    f"max_replicas must be at least replicas, {least}: {self.max_replicas}"
-                )
+        if self.max_replicas is not None and self.max_replicas < (least := self.replicas or 1):
+            raise ConfigError(
+                f"max_replicas must be at least replicas, {least}: {self.max_replicas}"
+            )
         if self.routing not in ROUTINGS:
             raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}: {self.routing!r}")
-        if self.fronts < 1:
-            raise ConfigError(f"fronts must be at least 1: {self.fronts}")
-        if self.cpus_per_replica < 0:
-            raise ConfigError(f"cpus_per_replica must be at least 0: {self.cpus_per_replica}")
-        if self.gpus_per_replica is not None and self.gpus_per_replica < 0:
-            raise ConfigError(f"gpus_per_replica must be at least 0: {self.gpus_per_replica}")
+        least_of = {"replicas": 1, "fronts": 1, "cpus_per_replica": 0, "gpus_per_replica": 0}
+        for name, low in least_of.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}: {value}")
         if self.replicas is None:
             self._check_unused()
 
