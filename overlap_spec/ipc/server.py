@@ -232,7 +232,8 @@ def in_parts(outputs: m.EngineOutputs) -> Iterator[m.EngineOutputs]:
     """The outputs in the same order, in messages that the client decodes in some milliseconds:
     it does nothing else meanwhile."""
     part, size = m.EngineOutputs(outputs.rejected, outputs.queued), 0
-    for piece in (*outputs.deltas, *outputs.finished):
+    pieces: list[m.RequestDelta | m.FinishedRequest] = [*outputs.deltas, *outputs.finished]
+    for piece in pieces:
         if isinstance(piece, m.RequestDelta):
             part.deltas.append(piece)
             size += _values(piece.delta)

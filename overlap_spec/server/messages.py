@@ -105,6 +105,22 @@ class UserTurn(Strict):
     role: Literal["user"]
     content: str | Items[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
 
+    def for_chat(self) -> list[dict[str, Any]]:
+        """As chat templates expect it: the results of tools, then the text."""
+        if isinstance(self.content, str):
+            return [{"role": "user", "content": self.content}]
+        said: list[dict[str, Any]] = []
+        texts = []
+        for block in self.content:
+            if isinstance(block, TextBlock):
+                texts.append(block.text)
+            else:
+                content = _text(block.content or "")
+                said.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+        if texts or not said:
+            said.append({"role": "user", "content": "\n".join(texts)})
+        return said
+
 
 class AssistantTurn(Strict):
     """The model's message. As the last one, it is the beginning of the reply."""
@@ -114,6 +130,27 @@ class AssistantTurn(Strict):
         str
         | Items[Annotated[TextBlock | ToolUseBlock | ThinkingBlock, Field(discriminator="type")]]
     )
+
+    def for_chat(self) -> list[dict[str, Any]]:
+        """As chat templates expect it."""
+        if isinstance(self.content, str):
+            return [{"role": "assistant", "content": self.content}]
+        texts, thoughts, calls = [], [], []
+        for block in self.content:
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case ThinkingBlock():
+                    thoughts.append(block.thinking)
+                case ToolUseBlock():
+                    function = {"name": block.name, "arguments": block.input}
+                    calls.append({"id": block.id, "type": "function", "function": function})
+        said: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+        if thoughts:
+            said["reasoning_content"] = "".join(thoughts)
+        if calls:
+            said |= {"tool_calls": calls, "content": said["content"] or None}
+        return [said]
 
 
 Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
@@ -259,12 +296,7 @@ class CountBody(GenerationBody):
         if self.system is not None:
             said.append({"role": "system", "content": _text(self.system)})
         for turn in self.messages:
-            if isinstance(turn.content, str):
-                said.append({"role": turn.role, "content": turn.content})
-            elif turn.role == "user":
-                said += _asked(turn.content)
-            else:
-                said.append(_answered(turn.content))
+            said += turn.for_chat()
         if self.messages[-1].role == "assistant" and "tool_calls" in said[-1]:
             raise InvalidRequest("a tool_use needs its tool_result", "messages")
         return said
@@ -293,41 +325,6 @@ class MessagesBody(CountBody):
             max_tokens=self.max_tokens,
         )
         return replace(given, max_tokens=None)
-
-
-def _asked(blocks: Sequence[TextBlock | ToolResultBlock]) -> list[dict[str, Any]]:
-    """A user's message: the results of tools, then the text."""
-    said: list[dict[str, Any]] = []
-    texts = []
-    for block in blocks:
-        if isinstance(block, TextBlock):
-            texts.append(block.text)
-        else:
-            content = _text(block.content or "")
-            said.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-    if texts or not said:
-        said.append({"role": "user", "content": "\n".join(texts)})
-    return said
-
-
-def _answered(blocks: Sequence[TextBlock | ToolUseBlock | ThinkingBlock]) -> dict[str, Any]:
-    """An assistant's message."""
-    texts, thoughts, calls = [], [], []
-    for block in blocks:
-        match block:
-            case TextBlock():
-                texts.append(block.text)
-            case ThinkingBlock():
-                thoughts.append(block.thinking)
-            case ToolUseBlock():
-                function = {"name": block.name, "arguments": block.input}
-                calls.append({"id": block.id, "type": "function", "function": function})
-    said: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        said["reasoning_content"] = "".join(thoughts)
-    if calls:
-        said |= {"tool_calls": calls, "content": said["content"] or None}
-    return said
 
 
 def _text(content: str | list[TextBlock]) -> str:
