@@ -252,7 +252,7 @@ class ChatBody(OpenAIBody):
             InvalidRequest: fields that contradict each other.
         """
         return ChatTask(
-            messages=[one.model_dump(exclude_none=True) for one in self.messages],
+            messages=[_plain(message) for message in self.messages],
             sampling=self.sampling(),
             constraint=self,
             form=self.response_format,
@@ -266,6 +266,14 @@ class ChatBody(OpenAIBody):
             cache_salt=self.cache_salt or "",
             warnings=self.warnings,
         )
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """As the engine takes it, its parts as one text."""
+    plain: dict[str, Any] = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        plain["content"] = "".join(part.text for part in message.content)
+    return plain
 
 
 router = routes()
