@@ -64,7 +64,7 @@ class AnthropicError(BaseModel):
     error: KindOfError
 
 
-STATUSES = {
+STATUSES: dict[int | str, str] = {
     "4XX": "The request is invalid; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "The server must not be called by this name (`Host`), or this needs the admin's key.",
