@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlap_spec.errors import InvalidRequest
+from overlap_spec.memory import collector_off
 
 # Roles, and what chat templates call them.
 ROLES = {
@@ -56,10 +57,9 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         known = ", ".join(ROLES)
         _refuse(f"{_shown(role)} is not one of {known}", f"{place}.role")
     _known(message, {"role", "content"} | FIELDS[role], place)
-    content, calls = message.get("content"), message.get("tool_calls") or []
-    if message.get("function_call") is not None and not calls:
-        calls = [{"id": "", "function": message["function_call"]}]
-    if content is None and not calls and message.get("reasoning_content") is None:
+    content, calls = message.get("content"), message.get("tool_calls")
+    older = message.get("function_call") if not calls else None
+    if content is None and not calls and older is None and message.get("reasoning_content") is None:
         optional = " or tool_calls" if role == "assistant" else ""
         _refuse(f"the message has no content{optional}", f"{place}.content")
     plain: dict[str, Any] = {"role": ROLES[role]}
@@ -68,7 +68,9 @@ def _message(message: Any, place: str) -> dict[str, Any]:
         if message.get(name) is not None:
             _expect(message[name], str, "text", f"{place}.{name}")
             plain[name] = message[name]
-    if calls:
+    if older is not None:
+        plain["tool_calls"] = [{"id": "", **_function(older, f"{place}.function_call")}]
+    elif calls:
         _expect(calls, list | tuple, "a list of calls", f"{place}.tool_calls")
         plain["tool_calls"] = [
             _call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)
@@ -98,17 +100,18 @@ def _call(call: Any, place: str) -> dict[str, Any]:
     _known(call, {"id", "type", "function", "index"}, place)
     if call.get("type", "function") != "function":
         _refuse(f"{_shown(call['type'])} is not 'function'", f"{place}.type")
-    function = call.get("function")
-    _expect(function, Mapping, "an object with name and arguments", f"{place}.function")
-    assert isinstance(function, Mapping)
-    _known(function, {"name", "arguments"}, f"{place}.function")
-    _expect(function.get("name"), str, "text", f"{place}.function.name")
+    return {"id": call.get("id") or "", **_function(call.get("function"), f"{place}.function")}
+
+
+def _function(function: Any, place: str) -> dict[str, Any]:
+    _expect(function, Mapping, "an object with name and arguments", place)
+    _known(function, {"name", "arguments"}, place)
+    _expect(function.get("name"), str, "text", f"{place}.name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = read_arguments(arguments, f"{place}.function.arguments")
-    _expect(arguments, Mapping, "a JSON object, or its text", f"{place}.function.arguments")
-    made = {"name": function["name"], "arguments": arguments}
-    return {"id": call.get("id") or "", "type": "function", "function": made}
+        arguments = read_arguments(arguments, f"{place}.arguments")
+    _expect(arguments, Mapping, "a JSON object, or its text", f"{place}.arguments")
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def read_arguments(text: str, place: str) -> dict[str, Any]:
@@ -118,7 +121,8 @@ def read_arguments(text: str, place: str) -> dict[str, Any]:
         InvalidRequest: they are not; names ``place``.
     """
     try:
-        arguments = json.loads(text or "{}")
+        with collector_off():
+            arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

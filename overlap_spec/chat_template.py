@@ -199,7 +199,6 @@ class Environment(ImmutableSandboxedEnvironment):
         return super()._generate(Counted().visit(source), *arguments, **more)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See Jinja."""
         sizes = [len(each) if hasattr(each, "__len__") else 0 for each in (left, right)]
         if operator == "*":
             numbers = [abs(each) for each in (left, right) if isinstance(each, int)]
@@ -214,7 +213,6 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, *arguments: Any, **more: Any) -> Any:
-        """See Jinja."""
         context.resolve("limits_").tick()
         _check_widths(arguments, more)
         if getattr(function, "__name__", "") in ("format", "format_map"):

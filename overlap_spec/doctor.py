@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,25 +16,6 @@ if TYPE_CHECKING:
     from overlap_spec.models.decoder import Decoder
 
 Finding = tuple[str, str, bool]
-LIBRARIES = (
-    "torch",
-    "numpy",
-    "xgrammar",
-    "llguidance",
-    "outlines-core",
-    "tokenizers",
-    "safetensors",
-    "jinja2",
-    "jsonschema",
-    "pydantic",
-    "fastapi",
-    "uvicorn",
-    "pyzmq",
-    "msgspec",
-    "prometheus-client",
-    "rich",
-    "typer",
-)
 MEMORY = Path("/proc/meminfo")
 PROCESSOR = Path("/proc/cpuinfo")
 # Instructions that this project's work gains from, as Linux names them.
@@ -63,7 +45,7 @@ def examine(model: str | None, draft: str | None, algorithm: str | None = None) 
         ("overlap-spec", __version__, True),
         ("python", platform.python_version(), True),
     ]
-    for name in LIBRARIES:
+    for name in libraries():
         try:
             findings.append((name, importlib.metadata.version(name), True))
         except importlib.metadata.PackageNotFoundError:
@@ -72,6 +54,12 @@ def examine(model: str | None, draft: str | None, algorithm: str | None = None) 
         findings += _device()
         findings += _weights(model, draft, algorithm)
     return findings
+
+
+def libraries() -> list[str]:
+    """Names of the packages that this one asks for, without those of its extras."""
+    asked = importlib.metadata.requires("overlap-spec") or []
+    return [re.split(r"[^\w.-]", each)[0] for each in asked if "extra ==" not in each]
 
 
 def _device() -> list[Finding]:

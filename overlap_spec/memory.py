@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
 import resource
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 # At most so often, memory that was freed is given back to the system unasked.
 TRIM_EVERY_S = 1.0
 # Where version 1 and version 2 of control groups have a group's limit.
 LIMIT_FILES = ("memory.limit_in_bytes", "memory.max")
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Do the block's work, which makes no cycles, without the collector of reference cycles, which
+    would go over its many new objects again and again."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def rss_bytes() -> int:

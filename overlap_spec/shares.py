@@ -105,10 +105,6 @@ class FairQueue(Generic[Item]):
         else:
             insort(line, item, key=self._rank)
 
-    def put_back(self, item: Item) -> None:
-        """Let an item wait at the head of its holder's line."""
-        self._lines.setdefault(self._holder(item), []).insert(0, item)
-
     def line(self, may: Callable[[str], bool] = lambda _: True) -> Sequence[Item]:
         """The line of the holder whose turn it is, of those who ``may`` have one; empty where none
         may."""

@@ -195,7 +195,7 @@ MAY_USE: dict[str, set[str] | None] = {
     "async_engine": set(),
     "generator": set(),
     "server": None,
-    "load": {"httpx", "jsonschema"},
+    "load": {"httpx", "jsonschema", "prometheus_client"},
     "cluster": {"ray", "msgspec", "prometheus_client", "pydantic", "starlette"},
 }
 # Folders with one file a library → what a file of that name may import besides.

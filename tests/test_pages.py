@@ -12,15 +12,11 @@ import typer.main
 import overlap_spec
 from overlap_spec import errors
 from overlap_spec.cli import app
+from overlap_spec.server.chat import ChatBody
+from overlap_spec.server.completions import CompletionBody
 from overlap_spec.server.metrics import FrontState, Metrics
-from overlap_spec.server.protocol.base import StructuredOutputs
-from overlap_spec.server.protocol.chat import ChatBody
-from overlap_spec.server.protocol.text import (
-    AbortBody,
-    CompletionBody,
-    GenerateBody,
-    SGLangSampling,
-)
+from overlap_spec.server.protocol import StructuredOutputs
+from overlap_spec.server.sglang import AbortBody, GenerateBody, SGLangSampling
 from overlap_spec.types import SamplingParams
 
 ROOT = Path(__file__).parent.parent

@@ -12,9 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from overlap_spec.cli.flags import OUTPUT, with_engine, with_flags
 from overlap_spec.cli.request import reason
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 PARSERS = dict.fromkeys(("tool_call_parser", "reasoning_parser"), OUTPUT)
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-LINE_FIELDS = {"custom_id", "method", "url", "body"}
 # Results repeat it.
 LONGEST_ID = 256
 ANSWERED = 200
@@ -108,11 +107,11 @@ class Run:
                 if text.strip():
                     yield number, text
 
-    def read(self, number: int, text: str) -> BatchLine | None:
+    def read(self, number: int, text: str) -> Line | None:
         """The request of a line; None if an earlier run has answered it.
 
         Raises:
-            InvalidRequest: names the line's number and what is wrong.
+            BadLine: names the line's number and what is wrong.
         """
         line = read_line(number, text)
         if line.custom_id in self.seen:
@@ -120,14 +119,31 @@ class Run:
         self.seen.add(line.custom_id)
         return None if line.custom_id in self.done else line
 
+    def keep(self, out: RawIOBase, result: dict[str, Any]) -> None:
+        """Count a result, and write it; NotKept where the file does not take it."""
+        left = memoryview((json.dumps(result, ensure_ascii=False) + "\n").encode(errors="replace"))
+        try:
+            while left:
+                left = left[out.write(left) or 0 :]
+        except OSError as error:
+            raise NotKept(
+                f"{self.results}: {reason(error)}; make room, and the same command goes on"
+            ) from None
+        if result["error"] is None and result["response"]["status_code"] == ANSWERED:
+            self.answered += 1
+        else:
+            self.failed += 1
 
-@dataclass(frozen=True)
-class BatchLine:
-    """One request of a batch."""
 
-    custom_id: str
-    url: str
-    body: bytes
+class Line(BaseModel):
+    """One request of a batch, as OpenAI has it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
+    method: Literal["POST"]
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    body: dict[str, Any]
 
 
 class NotKept(OverlapSpecError):
@@ -142,34 +158,23 @@ class BadLine(InvalidRequest):
         self.custom_id = custom_id
 
 
-def read_line(number: int, text: str) -> BatchLine:
-    """The request of a line; BadLine names its number and what is wrong."""
+def read_line(number: int, text: str) -> Line:
+    """The request of a line; BadLine names its number, and the field and what is wrong with it."""
+    name = None
     try:
         data = json.loads(text)
+        found = data.get("custom_id") if isinstance(data, dict) else None
+        name = found if isinstance(found, str) and 0 < len(found) <= LONGEST_ID else None
+        line = Line.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = "".join(f"{part}: " for part in first["loc"])
+        raise BadLine(f"line {number}: {place}{first['msg']}", name) from None
     except (ValueError, RecursionError) as error:
         raise BadLine(f"line {number}: not JSON: {error}", None) from None
-    if not isinstance(data, dict):
-        raise BadLine(f"line {number}: an object is expected", None)
-    name = data.get("custom_id")
-    if not isinstance(name, str) or not name:
-        raise BadLine(f"line {number}: custom_id must be a text that is not empty", None)
-    if len(name) > LONGEST_ID:
-        text = f"custom_id has {len(name)} characters; {LONGEST_ID} are allowed"
-        raise BadLine(f"line {number}: {text}", None)
-    if unknown := sorted(set(data) - LINE_FIELDS):
-        raise BadLine(f"line {number}: unknown field {unknown[0]!r}", name)
-    if data.get("method") != "POST":
-        raise BadLine(f"line {number}: method must be POST: {data.get('method')!r}", name)
-    if data.get("url") not in URLS:
-        raise BadLine(
-            f"line {number}: url must be one of {', '.join(URLS)}: {data.get('url')!r}", name
-        )
-    body = data.get("body")
-    if not isinstance(body, dict):
-        raise BadLine(f"line {number}: body must be an object", name)
-    if body.get("stream"):
+    if line.body.get("stream"):
         raise BadLine(f"line {number}: body.stream: a batch does not stream; leave it out", name)
-    return BatchLine(name, data["url"], json.dumps(body).encode())
+    return line
 
 
 def count_lines(path: Path) -> int:
@@ -248,9 +253,9 @@ async def _answer_all(
 ) -> None:
     waiting = asyncio.Semaphore(run.at_once)
 
-    async def answer(line: BatchLine) -> None:
+    async def answer(line: Line) -> None:
         try:
-            _keep(run, out, await result_of(client, line))
+            run.keep(out, await result_of(client, line))
         finally:
             waiting.release()
             advance()
@@ -261,29 +266,13 @@ async def _answer_all(
             try:
                 line = run.read(number, text)
             except BadLine as error:
-                _keep(run, out, failure(error.custom_id, "invalid_line", str(error)))
+                run.keep(out, failure(error.custom_id, "invalid_line", str(error)))
                 line = None
             if line is not None:
                 group.create_task(answer(line))
             else:
                 waiting.release()
                 advance()
-
-
-def _keep(run: Run, out: RawIOBase, result: dict[str, Any]) -> None:
-    text = json.dumps(result, ensure_ascii=False) + "\n"
-    left = memoryview(text.encode(errors="replace"))
-    try:
-        while left:
-            left = left[out.write(left) or 0 :]
-    except OSError as error:
-        raise NotKept(
-            f"{run.results}: {reason(error)}; make room, and the same command goes on"
-        ) from None
-    if result["error"] is None and result["response"]["status_code"] == ANSWERED:
-        run.answered += 1
-    else:
-        run.failed += 1
 
 
 @contextlib.asynccontextmanager
@@ -322,10 +311,11 @@ def connected(app: ASGIApp) -> AsyncClient:
     return AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
 
 
-async def result_of(client: AsyncClient, line: BatchLine) -> dict[str, Any]:
+async def result_of(client: AsyncClient, line: Line) -> dict[str, Any]:
     """A line's result in OpenAI's shape."""
     headers = {"Content-Type": "application/json"}
-    reply = await client.post(line.url, content=line.body, headers=headers)
+    body = json.dumps(line.body).encode()
+    reply = await client.post(line.url, content=body, headers=headers)
     status = reply.status_code
     try:
         answer = json.loads(reply.content)

@@ -15,6 +15,7 @@ from overlap_spec.cli.flags import with_engine, with_flags
 from overlap_spec.cli.generate import check, loaded
 from overlap_spec.cli.request import (
     CONSTRAINT_FLAGS,
+    KINDS,
     SAMPLING_FLAGS,
     ConstraintFlags,
     take,
@@ -37,14 +38,7 @@ HELP = """\
 /system TEXT       set the system's message, and start again
 /new               start again
 /exit, Ctrl-D      leave; Ctrl-C stops an answer"""
-FREE = {
-    "schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-    "choice": None,
-    "json_object": False,
-}
+FREE = {name: getattr(ConstraintFlags, name) for name in KINDS}
 
 
 @with_engine

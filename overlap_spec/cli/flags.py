@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -29,68 +29,41 @@ MODEL, SPECULATION, GRAMMAR = "Model", "Speculation", "Grammar"
 BATCH, OUTPUT, SAMPLING = "Batch and memory", "Output", "Sampling"
 ADDRESS, BOUNDS = "Address and access", "Bounds"
 CLUSTER = "Replicas"
+
+
+def _panels(words: Mapping[str, str]) -> dict[str, str]:
+    return {name: panel for panel, names in words.items() for name in names.split()}
+
+
 # Fields of the settings that are flags → their panel in the help.
-ENGINE_FLAGS = {
-    "model": MODEL,
-    "dtype": MODEL,
-    "quantization": MODEL,
-    "device": MODEL,
-    "threads": MODEL,
-    "tensor_parallel_size": MODEL,
-    "context_length": MODEL,
-    "algorithm": SPECULATION,
-    "draft": SPECULATION,
-    "num_steps": SPECULATION,
-    "eagle_topk": SPECULATION,
-    "num_draft_tokens": SPECULATION,
-    "tree": SPECULATION,
-    "adaptive": SPECULATION,
-    "tpot_slo_ms": SPECULATION,
-    "threshold_single": SPECULATION,
-    "threshold_acc": SPECULATION,
-    "relaxed_topk": SPECULATION,
-    "relaxed_delta": SPECULATION,
-    "overlap": GRAMMAR,
-    "grammar_backend": GRAMMAR,
-    "additional_properties": GRAMMAR,
-    "complete": GRAMMAR,
-    "mem_fraction_static": BATCH,
-    "max_running_requests": BATCH,
-    "chunked_prefill_size": BATCH,
-}
-SERVING_ENGINE_FLAGS = {
-    "lora_modules": MODEL,
-    "max_total_tokens": BATCH,
-    "memory_limit_bytes": BATCH,
-    "grammar_cache_bytes": GRAMMAR,
-    "mask_deadline_ms": GRAMMAR,
-    "mask_timeout_s": GRAMMAR,
-    "ngram_max_matching_size": SPECULATION,
-    "ngram_public_pool": SPECULATION,
-    "ngram_keep_all": SPECULATION,
-    "ngram_use_oldest": SPECULATION,
-    "ngram_pool_bytes": SPECULATION,
-    "slots_earlier": SPECULATION,
-}
+ENGINE_FLAGS = _panels(
+    {
+        MODEL: "model dtype quantization device threads tensor_parallel_size context_length",
+        SPECULATION: "algorithm draft num_steps eagle_topk num_draft_tokens tree adaptive "
+        "tpot_slo_ms threshold_single threshold_acc relaxed_topk relaxed_delta",
+        GRAMMAR: "overlap grammar_backend additional_properties complete",
+        BATCH: "mem_fraction_static max_running_requests chunked_prefill_size",
+    }
+)
+SERVING_ENGINE_FLAGS = _panels(
+    {
+        MODEL: "lora_modules",
+        BATCH: "max_total_tokens memory_limit_bytes",
+        GRAMMAR: "grammar_cache_bytes mask_deadline_ms mask_timeout_s",
+        SPECULATION: "ngram_max_matching_size ngram_public_pool ngram_keep_all ngram_use_oldest "
+        "ngram_pool_bytes slots_earlier",
+    }
+)
 # Flags that the environment may have instead, which other processes cannot see.
 FROM_ENVIRONMENT = ("api_key", "admin_api_key")
-SERVER_PANELS = {"best_effort": GRAMMAR, "whitespace": GRAMMAR}
-
-
-def _server_panel(name: str) -> str:
-    if name.startswith("max_") or name.endswith("_s"):
-        return BOUNDS
-    return SERVER_PANELS.get(name, OUTPUT if name.endswith("_parser") else ADDRESS)
-
-
 # `serve` declares the model's name itself: its default goes by the model.
 SERVER_FLAGS = {
-    field.name: _server_panel(field.name)
-    for field in fields(ServerSettings)
-    if field.name != "served_model_name"
-}
+    name: BOUNDS if name.startswith("max_") or name.endswith("_s") else ADDRESS
+    for name in ServerSettings.__dataclass_fields__
+    if name != "served_model_name"
+} | _panels({OUTPUT: "tool_call_parser reasoning_parser", GRAMMAR: "best_effort whitespace"})
 SERVER_HELP = {name: help.text for name, help in helps(ServerSettings).items()}
-CLUSTER_FLAGS = {field.name: CLUSTER for field in fields(ClusterSettings)}
+CLUSTER_FLAGS = dict.fromkeys(ClusterSettings.__dataclass_fields__, CLUSTER)
 # What a shell completes behind a flag.
 VALUES: dict[str, Callable[[], list[str]]] = {
     "algorithm": lambda: [*drafter_names(), "none"],
@@ -116,7 +89,8 @@ def with_flags(settings: Any, flags: Mapping[str, str]) -> Callable[[Command], C
         flags: Names of fields → their panel in the help.
     """
     types, about = get_type_hints(settings), helps(settings)
-    defaults = {field.name: field.default for field in fields(settings)}
+    none = inspect.Parameter.empty
+    defaults = {f.name: none if f.default is MISSING else f.default for f in fields(settings)}
     added = []
     for name, panel in flags.items():
         kind, default, own, text = types[name], defaults[name], about[name].flags, about[name].text

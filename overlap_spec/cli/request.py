@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from overlap_spec.grammar.spec import AdditionalProperties, Formats, Grammar, KeyOrder
 
 Flags = TypeVar("Flags")
+# Flags of which a request may have one.
+KINDS = ("schema", "regex", "ebnf", "structural_tag", "choice", "json_object")
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,7 @@ class ConstraintFlags:
 
     def asked(self) -> list[str]:
         """The flags of the constraints that are given."""
-        names = ("schema", "regex", "ebnf", "structural_tag", "choice", "json_object")
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]
+        return [f"--{name.replace('_', '-')}" for name in KINDS if getattr(self, name)]
 
     def grammar(self, model: str | None, additional_properties: str = "closed") -> Grammar | None:
         """The grammar of the flags, or None for free text.

@@ -73,14 +73,14 @@ def serve(
     with ended_by_sigterm():
         from overlap_spec.cli.ranks import follow
         from overlap_spec.doctor import check_files
-        from overlap_spec.server.launch import check_level, launch, plan
+        from overlap_spec.server.launch import chat_template_of, check_level, launch, plan
 
         # `read_config` has made its values the flags' defaults.
         del config, trust_remote_code
         check_level(log_level)
         cluster = ClusterSettings(**{name: flags.pop(name) for name in CLUSTER_FLAGS})
         flags["model"] = one_model(context, checkpoint, flags["model"])
-        template = read_template(chat_template)
+        template = chat_template_of(chat_template)
         # Torch and the libraries only after a mistake in the files has been told.
         check_files(EngineConfig.build(model=flags["model"]), template)
         follow(flags)
@@ -89,11 +89,7 @@ def serve(
             name: tuple(value) if isinstance(value, list) else value
             for name, value in flags.items()
         }
-        made = plan(
-            served_model_name=served_model_name,
-            chat_template=template,
-            **settings,
-        )
+        made = plan(served_model_name=served_model_name, chat_template=template, **settings)
         if cluster.replicas is not None:
             from overlap_spec.cluster.launch import launch as launch_replicas
 
@@ -111,11 +107,3 @@ def one_model(context: typer.Context, checkpoint: str | None, model: str | None)
     if source is not None and source.name == "COMMANDLINE":
         raise ConfigError(f"{checkpoint!r} and --model {model!r}: name the model once")
     return checkpoint
-
-
-def read_template(path: Path | None) -> str | None:
-    """The text of a file with a chat template; ConfigError if it cannot be read."""
-    try:
-        return None if path is None else path.read_text()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"--chat-template {path}: {error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -11,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from overlap_spec.cluster.settings import ClusterSettings
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError, unknown
-from overlap_spec.server.launch import ServerPlan, plan
+from overlap_spec.server.launch import ServerPlan, chat_template_of, plan
 from overlap_spec.server.settings import ServerSettings
 
 # Of the HTTP server, which is Ray Serve's, or of the command alone.
@@ -27,11 +26,6 @@ ELSEWHERE = {
     "idle_timeout_s": "keep_alive_timeout_s in http_options of Ray Serve",
     "ray_address": "the cluster that Ray Serve runs on",
 }
-# Arguments that are no field of the three → type and default.
-OWN: dict[str, tuple[Any, Any]] = {
-    "chat_template": (Path | None, None),
-    "served_model_name": (str | None, None),
-}
 
 
 def read_arguments(arguments: dict[str, Any]) -> tuple[ServerPlan, ClusterSettings]:
@@ -43,30 +37,21 @@ def read_arguments(arguments: dict[str, Any]) -> tuple[ServerPlan, ClusterSettin
     Raises:
         ConfigError: an argument is unknown or wrong; the message names it.
     """
-    types = {name: kind for name, (kind, _) in OWN.items()}
-    values: dict[str, Any] = {name: default for name, (_, default) in OWN.items()}
-    for settings in (EngineConfig, ServerSettings):
-        hints = get_type_hints(settings)
-        for field in fields(settings):
-            if field.name not in OWN:
-                types[field.name] = hints[field.name]
-                if field.default is not MISSING:
-                    values[field.name] = field.default
-    hints = get_type_hints(ClusterSettings)
-    cluster_types = {field.name: hints[field.name] for field in fields(ClusterSettings)}
-    cluster: dict[str, Any] = {"replicas": 1}
+    types: dict[str, Any] = {}
+    for settings in (EngineConfig, ServerSettings, ClusterSettings):
+        types |= get_type_hints(settings)
+    types |= {"chat_template": Path | None, "served_model_name": str | None}
     # Ray Serve listens, on an address that this application is not told.
-    values["host"] = "0.0.0.0"
+    values: dict[str, Any] = {"host": "0.0.0.0", "replicas": 1}
     for name, given in arguments.items():
         if name in ELSEWHERE:
             raise ConfigError(f"{name} is not the application's: set it for {ELSEWHERE[name]}")
-        if name in cluster_types:
-            cluster[name] = _typed(name, given, cluster_types[name])
-        elif name in types:
-            values[name] = _typed(name, given, types[name])
-        else:
-            raise ConfigError(unknown("argument", name, {*types, *cluster_types} - set(ELSEWHERE)))
-    values["chat_template"] = _read(values["chat_template"])
+        if name not in types:
+            raise ConfigError(unknown("argument", name, types.keys() - ELSEWHERE))
+        values[name] = _typed(name, given, types[name])
+    known = ClusterSettings.__dataclass_fields__
+    cluster = {name: values.pop(name) for name in known if name in values}
+    values["chat_template"] = chat_template_of(values.get("chat_template"))
     return plan(**values), ClusterSettings(**cluster)
 
 
@@ -79,10 +64,3 @@ def _typed(name: str, given: Any, kind: Any) -> Any:
     except ValidationError as error:
         why = error.errors()[0]["msg"]
         raise ConfigError(f"{name}: {given!r}: {why}") from None
-
-
-def _read(path: Path | None) -> str | None:
-    try:
-        return None if path is None else path.read_text()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"chat_template {path}: {error}") from None

@@ -12,18 +12,8 @@ from starlette.types import ASGIApp, Message, Scope
 
 # What a scope has that every process can read.
 PLAIN = (
-    "type",
-    "asgi",
-    "http_version",
-    "method",
-    "scheme",
-    "path",
-    "raw_path",
-    "query_string",
-    "root_path",
-    "headers",
-    "client",
-    "server",
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string"),
+    *("root_path", "headers", "client", "server"),
 )
 # Time that a route has to notice that its client has gone.
 LEAVE_S = 5.0

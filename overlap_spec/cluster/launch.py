@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
 from types import FrameType
 from typing import Any
 
@@ -174,9 +173,8 @@ def check_room(config: EngineConfig, cluster: ClusterSettings, there: dict[str, 
 
 
 def _check_settings(settings: ServerSettings) -> None:
-    defaults = {field.name: field.default for field in fields(ServerSettings)}
     for name in OWN_SERVERS:
-        if getattr(settings, name) != defaults[name]:
+        if getattr(settings, name) != getattr(ServerSettings, name):
             raise ConfigError(
                 f"{name} is a bound of the server without replicas: with replicas Ray Serve "
                 "listens, which has no such bound; set it in a proxy in front"

@@ -19,6 +19,11 @@ from overlap_spec.server.errors import Json
 Merge = Callable[[Sequence[Answer]], Response]
 # A health of the whole besides those of one engine: some of the replicas are ready.
 DEGRADED = "degraded"
+# Of the totals of /requests, those that add up.
+COUNTS = (
+    *("open", "running", "waiting", "compiling", "max_running_requests", "output_tokens"),
+    *("pages_in_use", "pages", "steps"),
+)
 
 
 def health(answers: Sequence[Answer]) -> Response:
@@ -53,7 +58,6 @@ class _Families(Collector):
         self._texts = texts
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client."""
         found: dict[str, Metric] = {}
         for replica, text in self._texts.items():
             for family in text_string_to_metric_families(text.decode()):
@@ -94,6 +98,23 @@ def _timeline(answers: Sequence[Answer]) -> Response:
     return Json({"spans": spans})
 
 
+def _requests(answers: Sequence[Answer]) -> Response:
+    bodies = {answer.replica: msgspec.json.decode(answer.body) for answer in answers}
+    first: dict[str, Any] = next(iter(bodies.values()))
+    # What is no count is told as the first one has it.
+    counts = {name: sum(body["totals"][name] for body in bodies.values()) for name in COUNTS}
+    whole = {
+        "totals": first["totals"] | counts,
+        "requests": [
+            {**request, "replica": name}
+            for name, body in bodies.items()
+            for request in body["requests"]
+        ],
+        "not_shown": sum(body["not_shown"] for body in bodies.values()),
+    }
+    return Json(first | whole)
+
+
 def _unless_refused(merge: Merge) -> Merge:
     def either(answers: Sequence[Answer]) -> Response:
         refused = next((answer for answer in answers if answer.status >= 400), None)
@@ -116,6 +137,7 @@ MERGES: dict[tuple[str, str], Merge] = {
     ("GET", "/server_info"): _unless_refused(_info),
     ("GET", "/get_server_info"): _unless_refused(_info),
     ("GET", "/timeline"): _unless_refused(_timeline),
+    ("GET", "/requests"): _unless_refused(_requests),
     ("POST", "/flush_cache"): summed("flushed_pages"),
     ("POST", "/abort_request"): summed("aborted"),
 }

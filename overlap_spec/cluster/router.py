@@ -75,7 +75,6 @@ class Router(RequestRouter):  # type: ignore[misc]
         return max(told, self._open[replica.replica_id.unique_id])
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """See Ray Serve."""
         super().update_replicas(replicas)
         # What each told by `record_routing_stats`, once it has.
         told = {
@@ -86,7 +85,6 @@ class Router(RequestRouter):  # type: ignore[misc]
             self._open = Counter({name: self._open[name] for name in told})
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
-        """See Ray Serve."""
         super().on_send_request(replica_id)
         with self._lock:
             self._open[replica_id.unique_id] += 1
@@ -102,7 +100,6 @@ class Router(RequestRouter):  # type: ignore[misc]
                 self.prefixes.insert(replica_id.unique_id, call.blocks)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """See Ray Serve."""
         super().on_request_completed(replica_id, internal_request_id)
         with self._lock:
             self._open[replica_id.unique_id] = max(0, self._open[replica_id.unique_id] - 1)

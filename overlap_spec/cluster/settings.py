@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from overlap_spec.config import EngineConfig, Help
@@ -54,38 +54,25 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         """Raise ConfigError that names the first invalid setting."""
-        if self.replicas is not None and self.replicas < 1:
-            raise ConfigError(f"replicas must be at least 1: {self.replicas}")
-        if self.max_replicas is not None:
-            least = self.replicas or 1
-            if self.max_replicas < least:
-                raise ConfigError(
-                    f"max_replicas must be at least replicas, {least}: {self.max_replicas}"
-                )
+        if self.max_replicas is not None and self.max_replicas < (least := self.replicas or 1):
+            raise ConfigError(
+                f"max_replicas must be at least replicas, {least}: {self.max_replicas}"
+            )
         if self.routing not in ROUTINGS:
             raise ConfigError(f"routing must be one of {', '.join(ROUTINGS)}: {self.routing!r}")
-        if self.fronts < 1:
-            raise ConfigError(f"fronts must be at least 1: {self.fronts}")
-        if self.cpus_per_replica < 0:
-            raise ConfigError(f"cpus_per_replica must be at least 0: {self.cpus_per_replica}")
-        if self.gpus_per_replica is not None and self.gpus_per_replica < 0:
-            raise ConfigError(f"gpus_per_replica must be at least 0: {self.gpus_per_replica}")
+        least_of = {"replicas": 1, "fronts": 1, "cpus_per_replica": 0, "gpus_per_replica": 0}
+        for name, low in least_of.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(f"{name} must be at least {low}: {value}")
         if self.replicas is None:
             self._check_unused()
 
     def _check_unused(self) -> None:
         """A setting of replicas is an error where there are none, and is never ignored."""
-        plain = {
-            "max_replicas": None,
-            "routing": "prefix",
-            "fronts": 1,
-            "cpus_per_replica": 1.0,
-            "gpus_per_replica": None,
-            "ray_address": None,
-        }
-        for name, default in plain.items():
-            if getattr(self, name) != default:
-                raise ConfigError(f"{name} goes with replicas: set replicas, 1 or more")
+        for field in fields(self):
+            if getattr(self, field.name) != field.default:
+                raise ConfigError(f"{field.name} goes with replicas: set replicas, 1 or more")
 
 
 def gpus_of(config: EngineConfig, cluster: ClusterSettings, there: float) -> float:

@@ -19,11 +19,10 @@ QueryKind = Literal["snapshot", "requests", "timeline", "flush_cache"]
 
 
 class LaunchArgs(msgspec.Struct):
-    """First line of the server's standard input, as JSON: where the client listens, its key (empty
-    on a Unix socket), and the engine's settings."""
+    """First line of the server's standard input, as JSON: the client's Unix socket, in a private
+    folder, and the engine's settings."""
 
     address: str
-    server_key: str
     settings: dict[str, Any]
 
 

@@ -19,8 +19,9 @@ import zmq.asyncio
 from overlap_spec.children import without_secrets
 from overlap_spec.ipc import messages as m
 
-# Longest path of a Unix socket that every system accepts, in characters.
-LONGEST_PATH = 100
+# Longest path of the folder for temporary files, in characters: with what stands behind it, a Unix
+# socket's path has at most 107.
+LONGEST_PATH = 78
 PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent.parent)
 
 
@@ -40,11 +41,13 @@ class EngineProcess:
         Raises:
             OSError: the system cannot start it.
         """
-        folder = Path(tempfile.mkdtemp(prefix="overlap-spec-"))
+        short = None if len(tempfile.gettempdir()) <= LONGEST_PATH else "/tmp"
+        folder = Path(tempfile.mkdtemp(prefix="overlap-spec-", dir=short))
+        address = f"ipc://{folder}/engine"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.sndhwm = socket.rcvhwm = 0
         try:
-            address, key = _bind(socket, folder)
+            socket.bind(address)
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "overlap_spec.ipc.server", str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
@@ -59,7 +62,7 @@ class EngineProcess:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(m.LaunchArgs(address, key, settings)) + b"\n")
+        process.stdin.write(msgspec.json.encode(m.LaunchArgs(address, settings)) + b"\n")
         return cls(process, socket, folder)
 
     def send(self, message: m.ToServer) -> None:
@@ -91,19 +94,6 @@ class EngineProcess:
         await self.process.wait()
         self._socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _bind(socket: zmq.asyncio.Socket, folder: Path) -> tuple[str, str]:
-    """Address and key for the engine: a private socket file and no key, or, where Unix sockets do
-    not work, loopback with a key that only the engine is told."""
-    path = f"ipc://{folder}/engine"
-    if zmq.has("ipc") and len(path) <= LONGEST_PATH:
-        socket.bind(path)
-        return path, ""
-    public, socket.curve_secretkey = zmq.curve_keypair()
-    socket.curve_publickey, socket.curve_server = public, True
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
-    return f"tcp://127.0.0.1:{port}", public.decode()
 
 
 def _python_path() -> str:

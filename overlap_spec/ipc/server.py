@@ -232,15 +232,14 @@ def in_parts(outputs: m.EngineOutputs) -> Iterator[m.EngineOutputs]:
     """The outputs in the same order, in messages that the client decodes in some milliseconds:
     it does nothing else meanwhile."""
     part, size = m.EngineOutputs(outputs.rejected, outputs.queued), 0
-    for delta in outputs.deltas:
-        part.deltas.append(delta)
-        size += _values(delta.delta)
-        if size > MOST_VALUES:
-            yield part
-            part, size = m.EngineOutputs(), 0
-    for finished in outputs.finished:
-        part.finished.append(finished)
-        size += _values(finished.output)
+    pieces: list[m.RequestDelta | m.FinishedRequest] = [*outputs.deltas, *outputs.finished]
+    for piece in pieces:
+        if isinstance(piece, m.RequestDelta):
+            part.deltas.append(piece)
+            size += _values(piece.delta)
+        else:
+            part.finished.append(piece)
+            size += _values(piece.output)
         if size > MOST_VALUES:
             yield part
             part, size = m.EngineOutputs(), 0
@@ -256,23 +255,14 @@ def _values(piece: Delta | Output) -> int:
     return len(piece.token_ids) + sum(1 + len(entry.top) for entry in entries) + told
 
 
-def connect(arguments: m.LaunchArgs) -> zmq.Socket[bytes]:
-    """The server's end of the pair of sockets."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-    socket.sndhwm = socket.rcvhwm = 0
-    if arguments.server_key:
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        socket.curve_serverkey = arguments.server_key.encode()
-    socket.connect(arguments.address)
-    return socket
-
-
 def main() -> int:
     """Serve the client until it shuts the engine down; 1 if the engine cannot be loaded."""
     # Also where this process is stopped, and sees no end of standard input.
     end_with(int(sys.argv[1]))
     arguments = msgspec.json.decode(sys.stdin.buffer.readline(), type=m.LaunchArgs)
-    socket = connect(arguments)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket.sndhwm = socket.rcvhwm = 0
+    socket.connect(arguments.address)
     threading.Thread(target=_exit_with_client, args=(arguments.address,), daemon=True).start()
     try:
         engine = Engine(**arguments.settings)
@@ -297,9 +287,7 @@ def _exit_with_client(address: str) -> None:
     while os.read(0, 4096):
         continue
     # The client is gone, perhaps killed: remove its socket's folder, and exit at once.
-    scheme, _, path = address.partition("://")
-    if scheme == "ipc":
-        shutil.rmtree(Path(path).parent, ignore_errors=True)
+    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
     os._exit(0)
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean as mean
+from statistics import median
 from typing import Any
+
+__all__ = ["mean", "median", "paired", "percentile", "rounded", "spread"]
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
@@ -20,11 +24,6 @@ def percentile(values: Iterable[float], percent: float) -> float:
     low, share = math.floor(at), at % 1
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * share
-
-
-def median(values: Iterable[float]) -> float:
-    """The middle value; ValueError where there is none."""
-    return percentile(values, 50)
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -47,14 +46,6 @@ def paired(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
         ValueError: not one base each.
     """
     return spread(value / other for value, other in zip(values, base, strict=True))
-
-
-def mean(values: Iterable[float]) -> float:
-    """Arithmetic mean; ValueError where there is no value."""
-    items = list(values)
-    if not items:
-        raise ValueError("mean of no values")
-    return math.fsum(items) / len(items)
 
 
 def rounded(value: Any, digits: int = 5) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from overlap_spec.errors import ConfigError
 
@@ -16,18 +17,14 @@ def read_metrics(client: httpx.Client, url: str) -> dict[str, float]:
     reply = client.get(f"{url}/metrics")
     if reply.status_code != 200:
         return {}
-    found: dict[str, float] = {}
-    for line in reply.text.splitlines():
-        name, _, text = line.rpartition(" ")
-        if not line or line.startswith("#"):
-            continue
-        try:
-            value = float(text)
-        except ValueError:
-            # A page of another kind.
-            return {}
-        bare = name.partition("{")[0]
-        found[bare] = found.get(bare, 0.0) + value
+    found = dict[str, float]()
+    try:
+        for family in text_string_to_metric_families(reply.text):
+            for sample in family.samples:
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    except ValueError:
+        # A page of another kind.
+        return {}
     return found
 
 

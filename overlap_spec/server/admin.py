@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import Query, Request
+from pydantic import Field
 from starlette.responses import FileResponse, Response
 
 from overlap_spec.async_engine import count_characters
@@ -20,8 +21,14 @@ from overlap_spec.memory import rss_bytes
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.metrics import FrontState
 from overlap_spec.server.middleware import IS_ADMIN, OWNER
-from overlap_spec.server.protocol.text import DetokenizeBody, TokenizeBody
-from overlap_spec.server.service import Service
+from overlap_spec.server.protocol import (
+    MOST_ENTRIES,
+    Body,
+    Count,
+    Items,
+    Label,
+)
+from overlap_spec.server.service import Service, Serving, routes
 from overlap_spec.types import SamplingParams
 
 PAGE = Path(__file__).parent / "playground" / "index.html"
@@ -38,17 +45,44 @@ SILENCE_S = 10.0
 SCRAPE_TIMEOUT_S, STATE_TIMEOUT_S = 1.0, 10.0
 # Of a key's hash: tells clients apart, and is no key.
 TAG_CHARACTERS = 8
+UNREADY: dict[int | str, dict[str, Any]] = {503: {"description": "Not ready."}}
+TEXT_PAGE: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 # Of /tokenize, whose text may be longer than the context, in characters.
 LONGEST_TEXT = 2**20
 
 
-def models(service: Service) -> Response:
+class TokenizeBody(Body):
+    """A text or a chat to tokenise."""
+
+    example: ClassVar[Mapping[str, Any]] = {"prompt": "Hello"}
+
+    model: Label | None = None
+    prompt: str | None = None
+    messages: Annotated[Items[dict[str, Any]], Field(max_length=MOST_ENTRIES)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """Token ids to decode."""
+
+    example: ClassVar[Mapping[str, Any]] = {"tokens": [72, 101]}
+
+    model: Label | None = None
+    tokens: Annotated[Items[Count], Field(max_length=2**18)]
+
+
+router = routes()
+
+
+@router.get("/v1/models")
+async def models(service: Serving) -> Response:
     """The served model and its adapters, as OpenAI's list of models."""
     cards = [model_card(service, name) for name in service.models]
     return Json({"object": "list", "data": cards})
 
 
-def one_model(service: Service, model: str) -> Response:
+@router.get("/v1/models/{model:path}")
+async def one_model(service: Serving, model: str) -> Response:
     """The served model, or one of its adapters, if that is its name."""
     return Json(model_card(service, service.check_model(model)))
 
@@ -67,7 +101,8 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-async def tokenize(service: Service, body: TokenizeBody, http: Request) -> Response:
+@router.post("/tokenize")
+async def tokenize(service: Serving, body: TokenizeBody, http: Request) -> Response:
     """Token ids of a text, or of a chat in the model's template."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -88,7 +123,8 @@ async def tokenize(service: Service, body: TokenizeBody, http: Request) -> Respo
     return Json({"tokens": ids, "count": len(ids), "max_model_len": length})
 
 
-async def detokenize(service: Service, body: DetokenizeBody, http: Request) -> Response:
+@router.post("/detokenize")
+async def detokenize(service: Serving, body: DetokenizeBody, http: Request) -> Response:
     """Text of token ids, without special tokens."""
     service.check_model(body.model)
     tokenizer = service.engine.tokenizer
@@ -101,7 +137,9 @@ async def detokenize(service: Service, body: DetokenizeBody, http: Request) -> R
     return Json({"text": text, "prompt": text})
 
 
-def health(service: Service) -> Response:
+@router.get("/ping", description="As /health.", responses=UNREADY)
+@router.get("/health", responses=UNREADY)
+async def health(service: Serving) -> Response:
     """Status 200 while the engine accepts requests, else 503, with the engine's health."""
     engine = service.engine
     status = "silent" if is_silent(service) else engine.health
@@ -114,7 +152,8 @@ def is_silent(service: Service) -> bool:
     return service.engine.health == "ready" and service.engine.silence_s > SILENCE_S
 
 
-async def health_generate(service: Service, request: Request) -> Response:
+@router.get("/health_generate")
+async def health_generate(service: Serving, request: Request) -> Response:
     """Status 200 if the engine can generate a token now."""
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -128,7 +167,8 @@ async def health_generate(service: Service, request: Request) -> Response:
     return Json({"status": "ready"})
 
 
-async def prometheus(service: Service) -> Response:
+@router.get("/metrics", responses=TEXT_PAGE)
+async def prometheus(service: Serving) -> Response:
     """All metrics in Prometheus's text format; of an engine that does not answer, its last."""
     engine, metrics = service.engine, service.metrics
     state = await _snapshot(service, SCRAPE_TIMEOUT_S)
@@ -144,7 +184,9 @@ async def prometheus(service: Service) -> Response:
     return Response(metrics.render(state, front), media_type=PROMETHEUS)
 
 
-async def server_info(service: Service) -> Response:
+@router.get("/get_server_info", description="As /server_info.")
+@router.get("/server_info")
+async def server_info(service: Serving) -> Response:
     """Settings and state of server and engine."""
     engine, settings = service.engine, dataclasses.asdict(service.settings)
     files = ("api_key_file", "admin_api_key_file", "ssl_certfile", "ssl_keyfile")
@@ -188,12 +230,14 @@ async def server_info(service: Service) -> Response:
     )
 
 
-def version(_: Service) -> Response:
+@router.get("/version")
+async def version() -> Response:
     """The project's version."""
     return Json({"version": metadata.version("overlap-spec")})
 
 
-def model_info(service: Service) -> Response:
+@router.get("/get_model_info")
+async def model_info(service: Serving) -> Response:
     """What the model is, under SGLang's names."""
     config = service.engine.config
     return Json(
@@ -212,7 +256,8 @@ def model_info(service: Service) -> Response:
     )
 
 
-async def flush_cache(service: Service, http: Request) -> Response:
+@router.post("/flush_cache")
+async def flush_cache(service: Serving, http: Request) -> Response:
     """Forget computed prompts, for the administrator: the reply says how many pages were free of
     running requests, and are forgotten."""
     if not http.scope[IS_ADMIN]:
@@ -222,13 +267,10 @@ async def flush_cache(service: Service, http: Request) -> Response:
     return Json({"flushed_pages": pages})
 
 
-async def requests_under_way(service: Service, http: Request) -> Response:
+@router.get("/requests")
+async def requests_under_way(service: Serving, http: Request) -> Response:
     """The engine's totals, and where the client's own requests stand; the administrator's key shows
-    everybody's. Figures alone: no prompt, no output, no schema.
-
-    Raises:
-        EngineUnavailable: there is no engine, or it does not answer.
-    """
+    everybody's. Figures alone: no prompt, no output, no schema."""
     if is_silent(service):
         raise EngineUnavailable("the engine does not answer: try again in some seconds")
     state = await service.run_until_disconnect(http, service.engine.standings())
@@ -286,19 +328,22 @@ def _tag(owner: str) -> str:
     return f"key {name[:TAG_CHARACTERS]}" if kind == "key" else owner
 
 
-async def timeline(service: Service, steps: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
+@router.get("/timeline")
+async def timeline(service: Serving, steps: Annotated[int, Query(ge=1, le=200)] = 20) -> Response:
     """Spans of the engine's last steps, in nanoseconds on one clock."""
     return Json({"spans": await service.engine.timeline(steps)})
 
 
-def page(_: Service) -> Response:
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
     """The playground's page, if it is installed."""
     if not PAGE.is_file():
         raise ApiError(404, "this installation has no playground; the API is under /v1")
     return FileResponse(PAGE, media_type="text/html", headers=UNCACHED)
 
 
-def page_file(_: Service, name: str) -> Response:
+@router.get("/playground/{name}", include_in_schema=False)
+async def page_file(name: str) -> Response:
     """A script or style sheet of the playground."""
     path = PAGE_FILES.get(name)
     if path is None:

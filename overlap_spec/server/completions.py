@@ -4,35 +4,100 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Request as HttpRequest
+from pydantic import Field
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.engine.input_processor import check_prompt_logprobs
+from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.logprobs import prompt_logprobs, text_logprobs
 from overlap_spec.server.origins import TokenOrigins
-from overlap_spec.server.protocol.text import CompletionBody, each_prompt
+from overlap_spec.server.protocol import (
+    MOST_ENTRIES,
+    Count,
+    Items,
+    OpenAIBody,
+)
 from overlap_spec.server.service import (
+    STREAMS,
     Format,
     Service,
+    Serving,
     check_repeated,
     fan_out,
     findings,
     interleaved,
     new_id,
+    routes,
     stop_reason,
     usages,
 )
+from overlap_spec.server.task import ResponseFormat
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Output, Request
+from overlap_spec.types import Output, Request, SamplingParams
+
+TokenIds = Annotated[Items[Count], Field(min_length=1)]
+Texts = Annotated[Items[str], Field(min_length=1, max_length=MOST_ENTRIES)]
+ManyTokenIds = Annotated[Items[TokenIds], Field(min_length=1, max_length=MOST_ENTRIES)]
+Prompts = str | TokenIds | Texts | ManyTokenIds
 
 
-async def completions(service: Service, body: CompletionBody, http: HttpRequest) -> Response:
-    """Complete texts, as one reply or as a stream."""
+def each_prompt(prompts: Any) -> list[str | list[int]]:
+    """The prompts of a field that holds one or many, as text or as token ids."""
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return [prompts]
+    return list(prompts)
+
+
+class CompletionBody(OpenAIBody):
+    """A request for text completions."""
+
+    example: ClassVar[Mapping[str, Any]] = {"prompt": "The order AB-1234", "max_tokens": 8}
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: Literal[""] | None = None
+    response_format: ResponseFormat | None = None
+
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters.
+
+        Raises:
+            InvalidRequest: fields that contradict each other.
+        """
+        self.check_shown()
+        if self.tells_prompt and self.stream and (self.n or 1) > 1:
+            raise InvalidRequest("echo with logprobs in a stream goes without n", "n")
+        asked = [self.prompt_logprobs, self.logprobs if self.tells_prompt else None]
+        return self.parameters(
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            seed=self.seed,
+            logit_bias=self.bias(),
+            logprobs=self.logprobs,
+            prompt_logprobs=max((top for top in asked if top is not None), default=None),
+            origins=self.with_origins or None,
+            draft_trees=self.with_draft_trees or None,
+        )
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether ``logprobs`` of a choice begin with the prompt's."""
+        return bool(self.echo) and self.logprobs is not None
+
+
+router = routes()
+
+
+@router.post("/v1/completions", responses=STREAMS)
+async def completions(service: Serving, body: CompletionBody, http: HttpRequest) -> Response:
+    """OpenAI's text completions."""
     model, count = service.check_model(body.model), body.n or 1
     label = body.own_id("cmpl-") or new_id("cmpl-")
     prompts = each_prompt(body.prompt)
@@ -96,7 +161,7 @@ class CompletionFormatter(Format):
     ) -> None:
         self.tokenizer, self.body, self.head, self.requests = tokenizer, body, head, requests
         echoed = [self._echo(prompt) for prompt in each_prompt(body.prompt)]
-        self._count = body.n or 1
+        self._count, self.headers = body.n or 1, body.headers
         check_repeated(sum(map(len, echoed)) * self._count, "echo")
         self._echoes = [echo for echo in echoed for _ in range(self._count)]
 

@@ -1,10 +1,16 @@
-"""What a connection may cost the server before and after its requests: time, number, pieces."""
+"""What a connection may cost the server before and after its requests: time, number, pieces.
+
+And HTTP/1.1 as strict as its standard. h11 takes a bare line feed for the end of a line, joins
+folded lines, and prefers one of two lengths: a proxy that reads these otherwise would see other
+requests than this server (request smuggling).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import re
 import resource
 import ssl
 from collections.abc import Callable
@@ -12,6 +18,7 @@ from typing import Any
 
 import h11
 import msgspec
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -19,7 +26,6 @@ from overlap_spec.server.errors import RETRY_AFTER_S, ApiError
 from overlap_spec.server.keys import network_of
 from overlap_spec.server.middleware import ProbesOnly
 from overlap_spec.server.settings import ServerSettings
-from overlap_spec.server.strict import StrictConnection
 from overlap_spec.shares import Shares
 
 log = logging.getLogger("overlap_spec")
@@ -37,6 +43,11 @@ LINGER_S = 2.0
 SPARE = 16
 # Descriptors besides those of connections: files, workers, the engine; and the least of them.
 OTHER_DESCRIPTORS, LEAST_DESCRIPTORS = 512, 40
+END = b"\r\n\r\n"
+# A line feed or carriage return alone, or a line that goes on with the one before it.
+ODD = re.compile(rb"(?<!\r)\n|\r(?=[^\n])|\n[ \t]")
+CHUNK_HEAD = re.compile(rb"[0-9A-Fa-f]{1,16}(;[^\r\n]*)?\r\n")
+LENGTHS = (b"content-length", b"transfer-encoding")
 
 
 class Rooms:
@@ -137,7 +148,6 @@ class Connection(H11Protocol):
         self._unread_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio."""
         super().connection_made(transport)
         if hasattr(transport, "max_size"):
             transport.max_size = READ_BYTES
@@ -171,7 +181,6 @@ class Connection(H11Protocol):
             self.data_received(early)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
         for timer in (self._head_timer, self._end_timer):
             if timer is not None:
                 timer.cancel()
@@ -199,7 +208,6 @@ class Connection(H11Protocol):
             self._answer(self._rooms.full, lingers=False)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
         if self._handshake is not None:
             self._early += data
             return
@@ -226,7 +234,6 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def on_response_complete(self) -> None:
-        """See uvicorn."""
         self.idle_since_s = self.loop.time()
         # The rest of such a body is of no use, and may be endless.
         has_rest = self.conn.their_state is h11.SEND_BODY
@@ -236,7 +243,6 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def timeout_keep_alive_handler(self) -> None:
-        """See uvicorn."""
         super().timeout_keep_alive_handler()
         self._end_soon()
 
@@ -268,7 +274,6 @@ class Connection(H11Protocol):
             self._answer(ApiError(408, text))
 
     def send_400_response(self, msg: str) -> None:
-        """See uvicorn."""
         self._answer(ApiError(400, f"{msg} It is no HTTP/1.1, or can be misread."))
 
     def _refuse_chunks(self) -> None:
@@ -320,6 +325,57 @@ class Connection(H11Protocol):
         if self._end_timer is not None and not self.transport.is_closing():
             self._end_timer.cancel()
             self._end_timer = None
+
+
+class StrictConnection(h11.Connection):
+    """The server's side of a connection; what it cannot read for certain is a
+    ``RemoteProtocolError``."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(h11.SERVER, most_bytes)
+        self._receive_buffer = StrictBuffer()
+
+
+class StrictBuffer(ReceiveBuffer):
+    """What has been received and not read; raises ``LocalProtocolError``, as h11's readers do."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """The lines of a head or of trailers, once all of them are there."""
+        if self._data[:2] == END[:2]:
+            self._extract(2)
+            return []
+        seen = self._multiple_lines_search
+        end = self._data.find(END, max(0, seen - 3))
+        stop = len(self._data) if end < 0 else end + 2
+        if ODD.search(self._data, max(0, seen - 2), stop):
+            raise h11.LocalProtocolError("a line does not end in CRLF, or is folded")
+        if end < 0:
+            self._multiple_lines_search = len(self._data)
+            return None
+        lines = self._extract(end + len(END))[: -len(END)].split(END[:2])
+        _check_length(lines)
+        return lines
+
+    def maybe_extract_next_line(self) -> bytearray | None:
+        """The line before a chunk."""
+        feed = self._data.find(b"\n")
+        if feed < 0:
+            return None
+        line = self._extract(feed + 1)
+        if not CHUNK_HEAD.fullmatch(line):
+            raise h11.LocalProtocolError("a chunk's size is not one")
+        return line
+
+
+def _check_length(lines: list[bytearray]) -> None:
+    """Refuse a head that tells the length of its body in two ways."""
+    fields = [line.partition(b":") for line in lines[1:]]
+    told = [(bytes(name).lower(), value) for name, _, value in fields]
+    told = [(name, value) for name, value in told if name in LENGTHS]
+    if len(told) > 1 or any(name == LENGTHS[0] and b"," in value for name, value in told):
+        raise h11.LocalProtocolError("the body has two lengths")
+    if lines[0].endswith(b"HTTP/1.0") and any(name == LENGTHS[1] for name, _ in told):
+        raise h11.LocalProtocolError("HTTP/1.0 has no Transfer-Encoding")
 
 
 def most_connections(settings: ServerSettings) -> int:

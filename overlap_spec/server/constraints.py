@@ -18,19 +18,19 @@ from overlap_spec.grammar.isolation.jobs import Read
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.spec import AdditionalProperties, Grammar
-from overlap_spec.server.protocol.base import (
+from overlap_spec.server.protocol import (
     Constraint,
     GenerationBody,
     OpenAIBody,
     StructuredOutputs,
 )
-from overlap_spec.server.protocol.chat import (
+from overlap_spec.server.settings import ServerSettings
+from overlap_spec.server.task import (
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuralTagFormat,
+    ToolAsk,
 )
-from overlap_spec.server.protocol.task import ToolAsk
-from overlap_spec.server.settings import ServerSettings
 from overlap_spec.shares import HOLDER
 
 # Sources longer than this are read in another process, in bytes: reading them would block the loop.

@@ -19,8 +19,8 @@ from overlap_spec.grammar.reasoning.reply import (
 )
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tools.stream import CallArguments, CallStart, CallStream, ContentDelta
-from overlap_spec.server.protocol.task import ChatTask, Effort
 from overlap_spec.server.service import Service
+from overlap_spec.server.task import ChatTask, Effort
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, FinishReason, Output, Request
 
@@ -118,7 +118,6 @@ class ThinkingTokens:
 
     @property
     def count(self) -> int:
-        """See the class."""
         return self._before if self._thinks else 0
 
     def push(self, ids: Sequence[int]) -> None:

@@ -3,11 +3,12 @@ its paths: ``{"type": "error", "error": {type, message}}``."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -31,6 +32,54 @@ ANTHROPIC_KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+# As the OpenAPI document shows them.
+class NamedError(BaseModel):
+    """What is wrong, and with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """An error."""
+
+    error: NamedError
+
+
+class KindOfError(BaseModel):
+    """What is wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """An error in Anthropic's form."""
+
+    type: Literal["error"]
+    error: KindOfError
+
+
+STATUSES: dict[int | str, str] = {
+    "4XX": "The request is invalid; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The server must not be called by this name (`Host`), or this needs the admin's key.",
+    404: "No such route or model.",
+    408: "The body did not come in time.",
+    413: "The body is too large.",
+    429: "Too many requests wait; `Retry-After` says when to try again.",
+    500: "Internal error.",
+    503: "The engine is not available, or memory is short; `Retry-After` says when to try again.",
+    504: "The request took too long.",
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": about, "model": Error} for status, about in STATUSES.items()
+}
+ANTHROPIC_ERRORS = {status: told | {"model": AnthropicError} for status, told in ERRORS.items()}
 
 
 class ApiError(OverlapSpecError):
@@ -86,31 +135,25 @@ class Json(Response):
 
 def as_api_error(error: Exception) -> ApiError:
     """Any error as the client sees it."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, CompileFailure):
-        return _compile_failure(error)
-    if isinstance(error, InvalidRequest):
-        return ApiError(400, str(error), error.param)
-    if isinstance(error, QueueFull):
-        return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
-    if isinstance(error, EngineUnavailable):
-        return ApiError(503, str(error), code="engine_unavailable", kind="service_unavailable")
-    if isinstance(error, TimeoutError):
-        message = "the request took longer than request_timeout_s, and was aborted"
-        return ApiError(504, message, code="timeout", kind="timeout_error")
-    return ApiError(500, f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-
-
-def _compile_failure(error: CompileFailure) -> ApiError:
-    if error.kind == "busy":
-        return ApiError(429, str(error), code="queue_full", kind="rate_limit_error")
-    if error.kind == "no_memory":
-        return ApiError(503, str(error), code="out_of_memory", kind="service_unavailable")
-    if error.kind in ("closed", "unavailable"):
-        return ApiError(503, str(error), code="engine_unavailable", kind="service_unavailable")
-    # Over a limit, or too much for a backend: the grammar is at fault.
-    return ApiError(400, str(error), error.param, code=f"grammar_{error.kind}")
+    text = str(error)
+    match error:
+        case ApiError():
+            return error
+        case QueueFull() | CompileFailure(kind="busy"):
+            return ApiError(429, text, code="queue_full", kind="rate_limit_error")
+        case CompileFailure(kind="no_memory"):
+            return ApiError(503, text, code="out_of_memory", kind="service_unavailable")
+        case EngineUnavailable() | CompileFailure(kind="closed" | "unavailable"):
+            return ApiError(503, text, code="engine_unavailable", kind="service_unavailable")
+        case CompileFailure():
+            # Over a limit, or too much for a backend: the grammar is at fault.
+            return ApiError(400, text, error.param, code=f"grammar_{error.kind}")
+        case InvalidRequest():
+            return ApiError(400, text, error.param)
+        case TimeoutError():
+            text = "the request took longer than request_timeout_s, and was aborted"
+            return ApiError(504, text, code="timeout", kind="timeout_error")
+    return ApiError(500, f"{type(error).__name__}: {error}" if text else type(error).__name__)
 
 
 def error_response(error: ApiError, path: str) -> Json:
@@ -160,7 +203,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
     There are few: lists stop at their first wrong item, and no dict has more than some thousands.
     """
     items = error.errors()
-    found = [(place(i["loc"][1:], error.body, i["type"] == "missing"), i) for i in items]
+    found = [(_where(i, error.body), i) for i in items]
     where, item = max(found, key=lambda pair: pair[0].count(".") + pair[0].count("["))
     own = item.get("ctx", {}).get("error")
     if isinstance(own, InvalidRequest):
@@ -176,6 +219,14 @@ def from_validation(error: RequestValidationError) -> ApiError:
     elif item["type"] in ("model_attributes_type", "model_type") and not where:
         message = "the body must be a JSON object (Content-Type: application/json)"
     return ApiError(400, message, where or None)
+
+
+def _where(item: Any, body: Any) -> str:
+    """The field of one of pydantic's errors, in the body or in the path or query."""
+    kind, *inside = item["loc"]
+    if kind != "body":
+        return ".".join(map(str, inside))
+    return place(tuple(inside), body, item["type"] == "missing")
 
 
 def place(loc: tuple[int | str, ...], body: Any, missing: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,50 +35,48 @@ class ServerPlan:
     @property
     def config(self) -> EngineConfig:
         """The engine's settings, as far as they are known before it starts."""
-        known = {field.name for field in fields(EngineConfig)}
+        known = EngineConfig.__dataclass_fields__
         return EngineConfig.build(**{n: v for n, v in self.engine.items() if n in known})
 
 
-def plan(
-    *,
-    model: str | None,
-    chat_template: str | None,
-    mask_deadline_ms: float | None,
-    served_model_name: str | None,
-    tool_call_parser: str | None,
-    **flags: Any,
-) -> ServerPlan:
-    """What the flags of ``overlap-spec serve`` ask for.
+def plan(**flags: Any) -> ServerPlan:
+    """What flags of ``overlap-spec serve`` ask for.
 
     Args:
-        chat_template: Its text.
-        flags: Fields of :class:`ServerSettings` and :class:`EngineConfig`.
+        flags: Fields of :class:`ServerSettings` and :class:`EngineConfig`, and ``chat_template``,
+            which is its text; one that is not given has its default.
 
     Raises:
         ConfigError: names the flag at fault.
     """
-    if tool_call_parser is None:
-        tool_call_parser = guess_parser(model, chat_template)
-    known = {field.name for field in fields(EngineConfig)}
-    settings = ServerSettings(
-        **{name: value for name, value in flags.items() if name not in known},
-        served_model_name=served_model_name or served_name(model),
-        tool_call_parser=tool_call_parser,
-    )
-    engine = {
+    model, template = flags.get("model"), flags.pop("chat_template", None)
+    flags["served_model_name"] = flags.get("served_model_name") or served_name(model)
+    if flags.get("tool_call_parser") is None:
+        flags["tool_call_parser"] = guess_parser(model, template)
+    known = EngineConfig.__dataclass_fields__
+    settings = ServerSettings(**{name: v for name, v in flags.items() if name not in known})
+    engine = {name: value for name, value in flags.items() if name in known}
+    if engine.get("mask_deadline_ms") == 0:
+        engine["mask_deadline_ms"] = None
+    engine |= {
         "model": model,
-        "chat_template": chat_template,
+        "chat_template": template,
         "max_queued_requests": settings.max_queued_requests,
         "stall_timeout_s": settings.stall_timeout_s,
-        "mask_deadline_ms": mask_deadline_ms or None,
-        **{name: value for name, value in flags.items() if name in known},
     }
     made = ServerPlan(settings, engine)
-    made.config.check()
     if settings.served_model_name in made.config.adapters:
         name = settings.served_model_name
         raise ConfigError(f"lora_modules: {name!r} is the served model's name: take another")
     return made
+
+
+def chat_template_of(path: Path | None) -> str | None:
+    """The text of a file with a chat template; ConfigError if it cannot be read."""
+    try:
+        return None if path is None else path.read_text()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"chat_template {path}: {error}") from None
 
 
 def launch(plan: ServerPlan, log_level: str) -> None:

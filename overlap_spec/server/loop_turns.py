@@ -110,7 +110,6 @@ class TimedSelector(selectors.DefaultSelector):
         self._turns = turns
 
     def select(self, timeout: float | None = None) -> Any:
-        """See :mod:`selectors`."""
         self._turns.end()
         try:
             return super().select(timeout)

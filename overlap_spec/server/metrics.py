@@ -122,7 +122,6 @@ class Metrics(Collector):
         return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
-        """See prometheus_client."""
         front, turns = self._front, self.turns
         yield _buckets("inter_token_latency_seconds", "Between runs of tokens.", self.itl)
         about = "Tokens that a verify emitted, bonus included."

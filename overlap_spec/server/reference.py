@@ -1,8 +1,6 @@
 """The routes and their fields in Markdown, from the server's OpenAPI document.
 
-``python -m overlap_spec.server.app`` prints it for ``docs/http.md``, and ``/docs`` shows it.
-FastAPI's own pages load their scripts from another host, which a server without a way out does not
-reach, and which would read what its users write.
+``python -m overlap_spec.server.app`` prints it for ``docs/http.md``.
 """
 
 from __future__ import annotations
@@ -10,10 +8,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-from overlap_spec.server.protocol.base import Constraint, GenerationBody, OpenAIBody, Sampling
+from overlap_spec.server.protocol import Constraint, GenerationBody, OpenAIBody, Sampling
 
 # Fields that several bodies have, which are shown once: title, whose they are, and their names.
 COMMON = (*Sampling.model_fields, *Constraint.model_fields)
@@ -80,28 +77,6 @@ REF = "#/components/schemas/"
 URL = "http://127.0.0.1:30000"
 # A value for each variable of a path; the model is the embedded one.
 IN_PATHS = {"model": "overlap-spec", "response_id": "resp_1"}
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem }
-table { border-collapse: collapse; width: 100% }
-td, th { border-bottom: 1px solid #8884; padding: .25rem .5rem; text-align: left;
-  vertical-align: top }
-code { font-family: ui-monospace, monospace }
-:root { color-scheme: light dark }
-"""
-
-
-def page(document: dict[str, Any]) -> str:
-    """The page ``/docs`` of an OpenAPI document."""
-    from markdown_it import MarkdownIt
-
-    title = escape(f"{document['info']['title']}: HTTP API")
-    body = MarkdownIt("js-default").render(markdown(document))
-    for name, *_ in SHARED:
-        body = body.replace(f"<h2>{name}", f'<h2 id="{_place(name)}">{name}')
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    head += '<meta name="viewport" content="width=device-width">'
-    top = f'<h1>{title}</h1><p><a href="openapi.json">openapi.json</a></p>'
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{top}{body}</body></html>'
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -114,7 +89,7 @@ def markdown(document: dict[str, Any]) -> str:
             bodies.add(name)
             given = schemas[name] if name else _parameters(operation)
             shown = _examples(method, path, given.get("examples", [None])[0])
-            lines += _section(f"{method.upper()} {path}", operation["summary"], given, shown)
+            lines += _section(f"{method.upper()} {path}", _line(operation), given, shown)
     for title, about, names in SHARED:
         lines += [f"## {title}", "", about, ""]
         every = next(each["properties"] for each in schemas.values() if _has(each, names))
@@ -173,7 +148,7 @@ def _section(
         own = {name: one for name, one in own.items() if name not in names}
     lines += _rows(schema | {"properties": own})
     if held:
-        places = [f"[{title.lower()}](#{_place(title)})" for title, _ in held]
+        places = [f"[{title.lower()}](#{title.lower().replace(' ', '-')})" for title, _ in held]
         lines += [f"And all fields of: {', '.join(places)}.", ""]
     if refused := schema.get("x-refused"):
         told = [f"`{name}` ({why})" for name, why in refused.items()]
@@ -183,10 +158,6 @@ def _section(
 
 def _has(schema: dict[str, Any], names: frozenset[str]) -> bool:
     return bool(names <= schema.get("properties", {}).keys())
-
-
-def _place(title: str) -> str:
-    return title.lower().replace(" ", "-")
 
 
 def _rows(schema: dict[str, Any]) -> list[str]:

@@ -175,7 +175,6 @@ class Server(uvicorn.Server):
         self._service, self._probes = service, probes
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         settings = self._service.settings
         try:
             await super().startup(sockets)
@@ -215,7 +214,6 @@ class Server(uvicorn.Server):
             self.servers.append(await loop.create_server(connection, sock=each, backlog=SPARE))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn."""
         settings, loop = self._service.settings, asyncio.get_running_loop()
         reason = f"the server ends, and the request did not in {settings.drain_timeout_s:g} s"
         end = loop.call_later(settings.drain_timeout_s, self._service.engine.end_open, reason)

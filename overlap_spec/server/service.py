@@ -6,10 +6,12 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
+from fastapi import APIRouter, Depends
 from fastapi import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive
@@ -22,7 +24,7 @@ from overlap_spec.server.errors import GRAMMAR_ERRORS, ApiError, Json, as_api_er
 from overlap_spec.server.events import Events, Wire, written
 from overlap_spec.server.keys import holder_of
 from overlap_spec.server.metrics import Metrics
-from overlap_spec.server.middleware import OWNER
+from overlap_spec.server.middleware import OWNER, BodyRoute
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Output, Request
 
@@ -56,9 +58,11 @@ class Format(ABC):
 
     Attributes:
         wire: How its streams look.
+        headers: Of the response.
     """
 
     wire = Wire()
+    headers: Mapping[str, str] = {}
 
     @abstractmethod
     def whole(self, outputs: Sequence[Output]) -> Any:
@@ -192,7 +196,7 @@ class Service:
         outputs: list[Output] = await self.run_until_disconnect(http, self._outputs(group))
 
         def make() -> Json:
-            reply = Json(shown.whole(outputs))
+            reply = Json(shown.whole(outputs), headers=shown.headers)
             # Freeing hundreds of thousands of objects takes long as well.
             outputs.clear()
             return reply
@@ -250,7 +254,19 @@ class Service:
             if not whole:
                 self.metrics.gone.inc()
 
-        return Events(lines(), end)
+        return Events(lines(), end, shown.headers)
+
+
+async def _serving(http: HttpRequest) -> Service:
+    service: Service = http.app.state.service
+    return service
+
+
+# What a route's handler takes as its first parameter.
+Serving = Annotated[Service, Depends(_serving)]
+routes = partial(APIRouter, route_class=BodyRoute)
+# No schema: it would describe the whole stream and not one event.
+STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def _of(request: Request, owner: str) -> Request:

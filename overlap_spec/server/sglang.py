@@ -4,33 +4,136 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import Request as HttpRequest
+from pydantic import Field
 from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
+from overlap_spec.server.completions import ManyTokenIds, Texts, TokenIds, each_prompt
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.events import InParts
 from overlap_spec.server.logprobs import SGLangLogprobs
 from overlap_spec.server.middleware import IS_ADMIN, OWNER
-from overlap_spec.server.protocol.text import AbortBody, GenerateBody, SGLangSampling
-from overlap_spec.server.service import Format, Service, fan_out, findings, interleaved, new_id
+from overlap_spec.server.protocol import (
+    MOST_ENTRIES,
+    Body,
+    Constraint,
+    Count,
+    Int,
+    Items,
+    Label,
+    Sampling,
+)
+from overlap_spec.server.service import (
+    STREAMS,
+    Format,
+    Service,
+    Serving,
+    fan_out,
+    findings,
+    interleaved,
+    new_id,
+    routes,
+)
 from overlap_spec.stats import RequestStats
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output, Request
+from overlap_spec.types import Delta, Output, Request, SamplingParams
 
 # Above this (characters, tokens and log-probabilities together), an event has to add this part.
 SMALL_OUTPUT = 8192
 LEAST_GROWTH = 1 / 16
 
 
-async def generate(service: Service, body: GenerateBody, http: HttpRequest) -> Response:
-    """Complete raw texts, in SGLang's format; a list of prompts gives a list of results."""
+class SGLangSampling(Sampling, Constraint):
+    """SGLang's ``sampling_params``."""
+
+    max_new_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    min_new_tokens: Count | None = None
+    stop: str | Annotated[Items[str], Field(max_length=64)] | None = None
+    sampling_seed: Int | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "send max_new_tokens",
+        "seed": "send sampling_seed",
+        "custom_params": "there are no custom processors",
+    }
+
+    def sampling(self, logprobs: int | None) -> SamplingParams:
+        """The sampling parameters; ``logprobs`` as in SamplingParams."""
+        if self.min_new_tokens is not None and self.min_tokens is not None:
+            raise InvalidRequest("min_new_tokens and min_tokens: send one", "min_new_tokens")
+        minimum = self.min_new_tokens if self.min_tokens is None else self.min_tokens
+        more = {"max_tokens": self.max_new_tokens, "stop": self.stop, "seed": self.sampling_seed}
+        return self.parameters(**more, min_tokens=minimum, logprobs=logprobs)
+
+
+Samplings = Annotated[Items[SGLangSampling], Field(min_length=1, max_length=MOST_ENTRIES)]
+
+
+class GenerateBody(Body):
+    """A request in SGLang's format: ``text`` or ``input_ids``, one or a list."""
+
+    example: ClassVar[Mapping[str, Any]] = {
+        "text": "The date is ",
+        "sampling_params": {"regex": r"\d{4}-\d\d-\d\d", "temperature": 0},
+    }
+
+    text: str | Texts | None = None
+    input_ids: TokenIds | ManyTokenIds | None = None
+    sampling_params: SGLangSampling | Samplings | None = None
+    rid: Label | Annotated[Items[Label], Field(min_length=1, max_length=MOST_ENTRIES)] | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Computed prompts are shared among requests of the same salt alone."
+    )
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "logprob_start_len": "for those of a prompt, send prompt_logprobs to /v1/completions",
+        "image_data": "there are no images",
+        "input_embeds": "send text or input_ids",
+        "lora_path": "an adapter is asked for by its name as the model, on OpenAI's routes",
+        "session_params": "there are no sessions: prompts that start alike share their cache",
+    }
+    neutral: ClassVar[Mapping[str, Any]] = {"logprob_start_len": -1}
+
+    def prompts(self) -> tuple[list[str | list[int]], bool]:
+        """The prompts, and whether it is a single one."""
+        if (self.text is None) == (self.input_ids is None):
+            raise InvalidRequest("send either text or input_ids", "text")
+        given = self.text if self.text is not None else self.input_ids
+        assert given is not None
+        single = isinstance(given, str) or isinstance(given[0], int)
+        return each_prompt(given), single
+
+
+class AbortBody(Body):
+    """Which request to abort: its ``rid``, one of its ``rid``s, or its reply's first ``id``; or
+    all."""
+
+    example: ClassVar[Mapping[str, Any]] = {"rid": "my-request"}
+
+    rid: Label | None = None
+    abort_all: bool | None = None
+
+
+router = routes()
+
+
+@router.post("/generate", responses=STREAMS)
+async def generate(service: Serving, body: GenerateBody, http: HttpRequest) -> Response:
+    """SGLang's completions of raw texts; a list of prompts gives a list of results."""
     prompts, single = body.prompts()
     count = len(prompts)
     samplings = _each("sampling_params", body.sampling_params, count)
@@ -215,7 +318,8 @@ def speculation(stats: RequestStats) -> dict[str, Any]:
     }
 
 
-async def abort_request(service: Service, body: AbortBody, http: HttpRequest) -> Response:
+@router.post("/abort_request")
+async def abort_request(service: Serving, body: AbortBody, http: HttpRequest) -> Response:
     """Abort the client's own requests of an id, or, for the administrator, all or anybody's; the
     reply says how many were running."""
     is_admin = http.scope[IS_ADMIN]

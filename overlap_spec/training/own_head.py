@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import file_digest, sha256
 from pathlib import Path
 from random import Random
@@ -44,6 +44,7 @@ from overlap_spec.training.optim import product_type
 from overlap_spec.training.parallel import DEPTHS, ParallelTrainer, new_parallel
 from overlap_spec.training.progress import Bars
 from overlap_spec.training.samples import Sample, read_samples
+from overlap_spec.training.settings import HeadSettings
 from overlap_spec.training.trainer import Report, save_atomically
 
 CHECKED_PROMPTS = 32
@@ -53,41 +54,6 @@ CHECKED_TOKENS = 128
 ANSWERS_SHARE, CHECK_SHARE = 0.5, 0.1
 # The embedded head's rate of AdamW and the width it was found at; wider heads take smaller steps.
 ADAM_LR, ADAM_WIDTH = 0.002, 256
-
-
-@dataclass(frozen=True)
-class HeadSettings:
-    """What a training is asked for. Lengths and sizes in tokens.
-
-    Attributes:
-        target, data, out: Folder of the target, file of chats or texts, folder of the result.
-        algorithm: Whose head it is: eagle3, eagle (EAGLE-1 and EAGLE-2), or parallel (P-EAGLE).
-        epochs: Passes over the data; None where ``minutes`` limits the training: from its start to
-            its end, answers and check included.
-        own_answers: Learn from the target's own greedy answers instead of the file's.
-        max_length: Rows are cut there.
-        batch_tokens: Tokens of a step, padding included.
-        draft_vocab_size: Most tokens that the head can draft: the most frequent ones of the data;
-            eagle's drafts all.
-        cache_features: Run the target once over the data and keep what it makes of it on disk.
-        compile: Compile the passes, which needs a C++ compiler and minutes at the start.
-    """
-
-    target: Path
-    data: Path
-    out: Path
-    algorithm: str = "eagle3"
-    epochs: float | None = 1.0
-    minutes: float | None = None
-    own_answers: bool = False
-    max_length: int = 1024
-    batch_tokens: int = 4096
-    draft_vocab_size: int = 32000
-    cache_features: bool = False
-    compile: bool = False
-    seed: int = 1
-
-
 LOADERS: dict[str, Callable[[Path, Decoder, torch.dtype], Head]] = {
     "eagle": load_eagle,
     "eagle3": load_eagle3,
@@ -146,7 +112,7 @@ def check_settings(settings: HeadSettings) -> None:
     """ConfigError for what cannot be done."""
     if settings.algorithm not in LOADERS:
         raise ConfigError(f"algorithm must be {', '.join(LOADERS)}: {settings.algorithm!r}")
-    if (settings.epochs is None) == (settings.minutes is None):
+    if settings.epochs is not None and settings.minutes is not None:
         raise ConfigError("give epochs or minutes, one of them")
     for name in ("epochs", "minutes", "batch_tokens", "draft_vocab_size"):
         value = getattr(settings, name)
@@ -317,8 +283,8 @@ def make_trainer(
     if minutes is not None:
         budget = Budget(minutes=minutes)
     else:
-        assert settings.epochs is not None
-        budget = Budget(tokens=round(settings.epochs * sum(len(ids) for ids, _ in rows)))
+        epochs = 1.0 if settings.epochs is None else settings.epochs
+        budget = Budget(tokens=round(epochs * sum(len(ids) for ids, _ in rows)))
     if settings.algorithm == "eagle":
         return HeadTrainer(target, new_eagle(target, recipe), stream, recipe, budget, cache)
     if settings.algorithm == "parallel":

@@ -13,6 +13,7 @@ from starlette.types import Message
 
 from overlap_spec.cluster.calls import Answer, HttpCall, Messages, run_call
 from overlap_spec.cluster.front import TRIES, Front, ReplicaLost
+from overlap_spec.cluster.merged import COUNTS
 from overlap_spec.errors import EngineUnavailable, QueueFull
 from overlap_spec.server.settings import ServerSettings
 
@@ -253,6 +254,26 @@ def health(*states: str) -> Client:
         for i, state in enumerate(states)
     ]
     return ask(Fake(whole, answers=answers), Client("/health", method="GET"))
+
+
+def test_requests_are_those_of_all_replicas() -> None:
+    counts = dict.fromkeys(COUNTS, 2)
+    answers = [
+        told(
+            name,
+            {
+                "totals": counts | {"step_ms": step_ms},
+                "requests": [{"id": f"{name}-1"}],
+                "not_shown": 1,
+                "is_admin": False,
+            },
+        )
+        for name, step_ms in (("r1", 5.0), ("r2", 7.0))
+    ]
+    data = ask(Fake(whole, answers=answers), Client("/requests", method="GET")).data
+    assert data["requests"] == [{"id": f"{r}-1", "replica": r} for r in ("r1", "r2")]
+    assert data["totals"] == dict.fromkeys(COUNTS, 4) | {"step_ms": 5.0}
+    assert (data["not_shown"], data["is_admin"]) == (2, False)
 
 
 def test_health_is_that_of_the_whole() -> None:

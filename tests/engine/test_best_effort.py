@@ -20,8 +20,7 @@ from overlap_spec.grammar import GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation.check import is_best_effort, violation
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.server.protocol.text import GenerateBody
-from overlap_spec.server.sglang import SGLangFormatter
+from overlap_spec.server.sglang import GenerateBody, SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Verdict
 from tests.support.serving import children, shared_server

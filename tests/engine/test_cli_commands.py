@@ -26,7 +26,7 @@ from rich.console import Console
 from starlette.types import Receive, Scope, Send
 
 from overlap_spec import Engine, SamplingParams, __version__, cli
-from overlap_spec.cli.batch import URLS, settled
+from overlap_spec.cli.batch import settled
 from overlap_spec.cli.chat import Chat
 from overlap_spec.cli.profile import costs, in_units, verdict
 from overlap_spec.cli.request import ConstraintFlags
@@ -234,9 +234,10 @@ def test_batch(
     assert refused["body"]["error"]["param"] == "max_tokns"
     messages = {name: found[name][0]["error"]["message"] for name in ("method", "url", "body")}
     assert messages == {
-        "method": "line 15: method must be POST: 'GET'",
-        "url": f"line 16: url must be one of {', '.join(URLS)}: '/v1/embeddings'",
-        "body": "line 19: body must be an object",
+        "method": "line 15: method: Input should be 'POST'",
+        "url": "line 16: url: Input should be '/v1/chat/completions', '/v1/completions' or "
+        "'/v1/responses'",
+        "body": "line 19: body: Input should be a valid dictionary",
     }
     nameless = [result["error"]["message"] for result in found[None]]
     assert [text.partition(":")[0] for text in nameless] == ["line 20", "line 21", "line 22"]
@@ -448,10 +449,10 @@ def test_doctor_says_what_to_do(
 ) -> None:
     from overlap_spec import doctor
 
-    monkeypatch.setattr(doctor, "LIBRARIES", ("torch", "nonesuch"))
+    monkeypatch.setattr(doctor, "libraries", lambda: ["torch", "nonesuch"])
     assert run(monkeypatch, "doctor") == 1
     assert "to mend:\nnonesuch: not installed: pip install nonesuch" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "LIBRARIES", ())
+    monkeypatch.setattr(doctor, "libraries", list)
     monkeypatch.setattr(doctor, "_device", list)
     monkeypatch.setattr(doctor, "_weights", lambda *_: [])
     assert run(monkeypatch, "doctor") == 0

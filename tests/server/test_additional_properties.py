@@ -12,11 +12,12 @@ from pydantic import BaseModel
 
 from overlap_spec import Engine, Generator, Grammar
 from overlap_spec.errors import ConfigError, InvalidRequest
+from overlap_spec.server.chat import ChatBody
+from overlap_spec.server.completions import CompletionBody
 from overlap_spec.server.constraints import Constraints, ResolvedConstraint
-from overlap_spec.server.protocol.chat import ChatBody
-from overlap_spec.server.protocol.task import ToolAsk
-from overlap_spec.server.protocol.text import CompletionBody, SGLangSampling
 from overlap_spec.server.settings import ServerSettings
+from overlap_spec.server.sglang import SGLangSampling
+from overlap_spec.server.task import ToolAsk
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TAG = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": SCHEMA}}

@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -20,12 +20,10 @@ from pydantic import FailFast
 
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import RequestFailed
-from overlap_spec.server import sglang
-from overlap_spec.server.body import MOST_VALUES
+from overlap_spec.server import admin, chat, completions, messages, responses, sglang
 from overlap_spec.server.keys import Keys
-from overlap_spec.server.middleware import GuardMiddleware
-from overlap_spec.server.protocol import chat, messages, responses, text
-from overlap_spec.server.protocol.base import Strict
+from overlap_spec.server.middleware import MOST_VALUES, GuardMiddleware
+from overlap_spec.server.protocol import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams, TokenLogprobs
 from tests.support.serving import Server, error_of, wait_for
@@ -290,76 +288,73 @@ def test_only_names_of_this_machine_reach_a_loopback_server(server: Server) -> N
             assert error_of(reply, 403)["code"] == "host_not_allowed"
 
 
-async def _call(settings: ServerSettings, bodies: list[int], host: str) -> list[int]:
-    """Statuses of requests whose bodies are in flight together, without the last byte of each."""
+@contextlib.asynccontextmanager
+async def guarded(app: Any, settings: ServerSettings) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an application behind the guard, which counts no body at the end."""
+    guard = GuardMiddleware(app, settings, Keys(settings), lambda _: None)
+    transport = httpx.ASGITransport(guard)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        yield client
+    assert guard.bodies.total == 0
+
+
+async def body(size: int, stalls_s: float = 0.0) -> AsyncIterator[bytes]:
+    """One whose length is not told before."""
+    await asyncio.sleep(stalls_s)
+    yield b"x" * size
+
+
+BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
+ENDED = {"type": "http.response.body"}
+
+
+async def _call(settings: ServerSettings, bodies: list[int], host: str = "localhost") -> list[int]:
+    """Statuses of requests whose bodies are in flight together."""
     entered = asyncio.Event()
 
     async def app(_scope: Any, _receive: Any, send: Any) -> None:
         await entered.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(BEGIN)
+        await send(ENDED)
 
-    guard = GuardMiddleware(app, settings, Keys(settings), lambda _: None)
-    statuses: list[int] = []
-
-    async def one(size: int) -> None:
-        async def receive() -> Any:
-            return {"type": "http.request", "body": b"x" * size, "more_body": False}
-
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-
-        headers = [(b"host", host.encode())]
-        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
-        await guard(scope, receive, send)
-
-    tasks = [asyncio.create_task(one(size)) for size in bodies]
-    await asyncio.sleep(0.05)
-    entered.set()
-    await asyncio.gather(*tasks)
-    assert guard.bodies.total == 0
-    return sorted(statuses)
+    async with guarded(app, settings) as client:
+        asked = [client.post("/generate", content=body(n), headers={"host": host}) for n in bodies]
+        tasks = [asyncio.ensure_future(each) for each in asked]
+        await asyncio.sleep(0.05)
+        entered.set()
+        return sorted(reply.status_code for reply in await asyncio.gather(*tasks))
 
 
 def test_bodies_in_flight_are_bounded_together() -> None:
     # The process of the tests may have more memory than a front.
     settings = ServerSettings(max_body_bytes=2048, max_bodies_bytes=5000, max_front_bytes=2**40)
-    assert asyncio.run(_call(settings, [2000] * 4, "localhost")) == [200, 200, 429, 429]
-    assert asyncio.run(_call(settings, [3000, 100], "localhost")) == [200, 413]
+    assert asyncio.run(_call(settings, [2000] * 4)) == [200, 200, 429, 429]
+    assert asyncio.run(_call(settings, [3000, 100])) == [200, 413]
 
 
 async def _beside_a_stream(started: bool) -> int:
     """The status of a request beside one whose answer goes on, and has begun or not."""
     settings = ServerSettings(max_body_bytes=2048, max_bodies_bytes=3000, max_front_bytes=2**40)
     under_way, end = asyncio.Event(), asyncio.Event()
-    statuses: list[int] = []
-    start = {"type": "http.response.start", "status": 200, "headers": []}
 
     async def app(scope: Any, _receive: Any, send: Any) -> None:
-        if scope["path"] == "/second":
-            await send(start)
-            return
-        if started:
-            await send(start)
-        under_way.set()
-        await end.wait()
+        is_first = scope["path"] == "/first"
+        if started or not is_first:
+            await send(BEGIN)
+        if is_first:
+            under_way.set()
+            await end.wait()
+        if is_first and not started:
+            await send(BEGIN)
+        await send(ENDED)
 
-    guard = GuardMiddleware(app, settings, Keys(settings), lambda _: None)
-
-    async def receive() -> Any:
-        return {"type": "http.request", "body": b"x" * 2000, "more_body": False}
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.start":
-            statuses.append(message["status"])
-
-    scope = {"type": "http", "method": "POST", "headers": [(b"host", b"localhost")]}
-    first = asyncio.create_task(guard(scope | {"path": "/first"}, receive, send))
-    await under_way.wait()
-    await guard(scope | {"path": "/second"}, receive, send)
-    end.set()
-    await first
-    return statuses[-1]
+    async with guarded(app, settings) as client:
+        first = asyncio.ensure_future(client.post("/first", content=body(2000)))
+        await under_way.wait()
+        second = await client.post("/second", content=body(2000))
+        end.set()
+        await first
+    return second.status_code
 
 
 def test_a_stream_that_has_begun_holds_its_body_no_longer() -> None:
@@ -369,10 +364,10 @@ def test_a_stream_that_has_begun_holds_its_body_no_longer() -> None:
 
 def test_a_front_over_its_memory_refuses_all_but_one() -> None:
     settings = ServerSettings(max_front_bytes=2**20)
-    assert asyncio.run(_call(settings, [100] * 3, "localhost")) == [200, 503, 503]
-    assert asyncio.run(_call(settings, [100], "localhost")) == [200]
+    assert asyncio.run(_call(settings, [100] * 3)) == [200, 503, 503]
+    assert asyncio.run(_call(settings, [100])) == [200]
     settings = ServerSettings(max_front_bytes=2**40)
-    assert asyncio.run(_call(settings, [100] * 3, "localhost")) == [200] * 3
+    assert asyncio.run(_call(settings, [100] * 3)) == [200] * 3
 
 
 def test_allowed_hosts() -> None:
@@ -383,23 +378,12 @@ def test_allowed_hosts() -> None:
 
 
 def test_a_body_that_stalls_is_refused() -> None:
-    sent: list[Any] = []
-
-    async def call() -> None:
-        async def receive() -> Any:
-            await asyncio.sleep(60)
-
-        async def send(message: Any) -> None:
-            sent.append(message)
-
+    async def call() -> int:
         settings = ServerSettings(body_timeout_s=0.1, max_front_bytes=2**40)
-        guard = GuardMiddleware(send, settings, Keys(settings), lambda _: None)  # type: ignore[arg-type]
-        headers = [(b"host", b"localhost")]
-        scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
-        await asyncio.wait_for(guard(scope, receive, send), 5)
+        async with guarded(None, settings) as client:
+            return (await client.post("/generate", content=body(1, stalls_s=60))).status_code
 
-    asyncio.run(call())
-    assert sent[0]["status"] == 408
+    assert asyncio.run(call()) == 408
 
 
 def lists_of(annotation: Any, fails_fast: bool = False) -> Iterator[tuple[Any, bool]]:
@@ -418,7 +402,7 @@ def lists_of(annotation: Any, fails_fast: bool = False) -> Iterator[tuple[Any, b
 def test_every_list_of_a_body_fails_fast() -> None:
     bodies = [
         each
-        for module in (chat, messages, responses, text)
+        for module in (admin, chat, completions, messages, responses, sglang)
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, Strict)
     ]

@@ -18,11 +18,11 @@ from overlap_spec.grammar.reasoning.reply import ReasoningStream
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.tools.stream import CallStream
 from overlap_spec.ipc.messages import EngineReady
+from overlap_spec.server.chat import ChatBody
 from overlap_spec.server.constraints import Constraints
 from overlap_spec.server.conversation import ChatAssembler, Conversation
 from overlap_spec.server.errors import as_api_error, place
 from overlap_spec.server.metrics import FrontState, Metrics
-from overlap_spec.server.protocol.chat import ChatBody
 from overlap_spec.server.service import ClientGone, Events, Service, fan_out
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.stats import RequestStats

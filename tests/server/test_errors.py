@@ -27,7 +27,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
     (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "string"),
     (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0]", "'robot'"),
-    (CHAT, {"messages": [{"role": "assistant"}]}, "messages", "content or tool_calls"),
+    (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content", "content or tool_calls"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
@@ -265,6 +265,10 @@ def test_no_such_route_method_or_model(server: Server) -> None:
     error = error_of(server.post(CHAT, {"messages": HI, "model": "gpt-5"}), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
     assert server.get("/").status_code == (200 if admin.PAGE.is_file() else 404)
+
+
+def test_a_wrong_parameter_of_a_query_is_named(server: Server) -> None:
+    assert error_of(server.get("/timeline?steps=0"))["param"] == "steps"
 
 
 def test_a_refusal_of_a_stream_has_its_status(server: Server) -> None:

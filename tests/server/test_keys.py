@@ -94,8 +94,11 @@ def abort(server: Server, body: dict[str, Any], who: dict[str, str]) -> httpx.Re
 def test_every_key_of_the_files_is_accepted(server: Server) -> None:
     for who, status in ((ANNA, 200), (BERT, 200), (ROOT, 200), ({}, 401)):
         assert httpx.get(server.url + "/v1/models", headers=who).status_code == status
-    wrong = {"Authorization": "Bearer # clients"}
-    assert httpx.get(server.url + "/v1/models", headers=wrong).status_code == 401
+    for wrong in ("Bearer # clients", "Basic anna"):
+        reply = httpx.get(server.url + "/v1/models", headers={"Authorization": wrong})
+        assert reply.status_code == 401
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(server.url + "/health").status_code == 200
 
 
 @needs_weights

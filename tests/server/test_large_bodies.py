@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.server.body import MOST_VALUES, count_values
+from overlap_spec.server.middleware import MOST_VALUES, count_values
 from tests.support.serving import Server
 from tests.support.skips import needs_weights
 from tests.support.tiers import few

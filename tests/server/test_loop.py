@@ -13,10 +13,9 @@ import pytest
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.ipc.server import MOST_VALUES, in_parts
-from overlap_spec.server.events import PART_BYTES, GrowingList, InParts, sse, written
+from overlap_spec.server.events import PART_BYTES, InParts, sse, written
 from overlap_spec.server.loop_turns import Buckets, Turnstile, TurnTimes, timed_loop
-from overlap_spec.server.protocol.text import GenerateBody
-from overlap_spec.server.sglang import SGLangFormatter
+from overlap_spec.server.sglang import GenerateBody, SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Delta, Output, Request, SamplingParams, TokenLogprobs
 from tests.support.serving import MOST_TURN_S, Server
@@ -66,16 +65,6 @@ def test_large_pieces_of_work_share_no_turn() -> None:
     with asyncio.Runner(loop_factory=timed_loop(turns)) as runner:
         runner.run(work())
     assert turns.worst_s < 0.04
-
-
-def test_a_growing_list_is_the_lists_json() -> None:
-    made, items = GrowingList(), [[0.5, i, "é" if i % 3 else None] for i in range(20_000)]
-    assert made.parts() == [b"[]"]
-    for first in range(0, len(items), 700):
-        made.push(items[first : first + 700])
-        made.push([])
-    assert json.loads(b"".join(made.parts())) == items
-    assert max(map(len, made.parts())) < 2 * PART_BYTES
 
 
 def test_events_are_written_in_parts() -> None:

@@ -1,14 +1,13 @@
-"""The server through the clients that people have: openai, instructor, and SGLang's shape."""
+"""The server through OpenAI's client, and in SGLang's shape."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
-import instructor
 import jsonschema
 import openai
 import pytest
@@ -279,19 +278,6 @@ def test_generate_in_sglangs_shape(server: Server) -> None:
     assert events[-1]["text"] == one["text"]
     assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(events))
     assert events[-1]["meta_info"]["finish_reason"]["type"] == "stop"
-
-
-def test_instructor_gives_pydantic_objects(client: openai.OpenAI) -> None:
-    class Answer(BaseModel):
-        answer: Literal["yes", "no"]
-
-    for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
-        patched = instructor.from_openai(client, mode=mode)
-        got = patched.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": "Is fire hot?"}],
-            response_model=Answer, max_retries=0,
-        )  # fmt: skip
-        assert got.answer in ("yes", "no")
 
 
 async def _async_parse(url: str) -> list[Person | None]:

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from overlap_spec.server.app import document
-from overlap_spec.server.protocol.base import Sampling
+from overlap_spec.server.protocol import Sampling
 from overlap_spec.server.reference import DEFAULTS, URL, markdown
 from overlap_spec.types import SamplingParams
 from tests.support.serving import Server
@@ -53,7 +53,7 @@ def test_every_route_has_a_line_about_it() -> None:
     routes = [one for operations in whole["paths"].values() for one in operations.values()]
     assert len(routes) > 20
     assert len(whole["components"]["schemas"]) > 20
-    assert all(route["summary"].endswith(".") for route in routes)
+    assert all(route["description"].endswith(".") for route in routes)
     titles = re.findall(r"(?m)^### (.+)$", markdown(whole))
     assert len(set(titles)) == len(titles)
 

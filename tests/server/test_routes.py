@@ -45,13 +45,10 @@ def test_a_head_is_a_get_without_its_body() -> None:
     assert message == "the route does not take GET: send POST"
 
 
-def test_the_reference_page_needs_nothing_from_elsewhere() -> None:
+def test_the_reference_page_shows_the_document() -> None:
     page = shared_server().get("/docs")
     assert page.headers["content-type"].startswith("text/html")
-    for path in shared_server().get("/openapi.json").json()["paths"]:
-        assert path in page.text
-    assert "https://" not in page.text
-    assert "<script" not in page.text
+    assert "/openapi.json" in page.text
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,10 @@ from overlap_spec.training.batches import Batch, RowStream
 from overlap_spec.training.export import export_head
 from overlap_spec.training.features import fill_cache
 from overlap_spec.training.head import DraftPass, HeadRecipe, new_eagle, new_head, read_layers
-from overlap_spec.training.own_head import HeadSettings, draft_vocabulary, train_head
+from overlap_spec.training.own_head import draft_vocabulary, train_head
 from overlap_spec.training.progress import Bars
 from overlap_spec.training.samples import read_samples
+from overlap_spec.training.settings import HeadSettings
 from tests.support.tiers import few
 
 CPU = torch.device("cpu")

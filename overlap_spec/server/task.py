@@ -4,12 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from overlap_spec.server.protocol.base import Constraint
+from pydantic import Field
+
+from overlap_spec.server.protocol import Constraint, Items, Strict
 from overlap_spec.types import SamplingParams
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class TextFormat(Strict):
+    """Free text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    """Any JSON object; with ``schema``, as some clients send it, JSON under a schema."""
+
+    type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class NamedSchema(Strict):
+    """A schema; ``strict: false`` leaves out keywords that no backend enforces."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Strict):
+    """JSON that is valid under a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+def schema_format(schema: Any, strict: bool | None = None) -> JsonSchemaFormat:
+    """The response format of a schema that another body has."""
+    named = NamedSchema.model_construct(schema=schema, strict=strict)
+    return JsonSchemaFormat.model_construct(type="json_schema", json_schema=named)
+
+
+class StructuralTagFormat(Strict):
+    """A structural tag: the form with ``format``, or the older one with ``structures``."""
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any] | None = None
+    structures: Items[dict[str, Any]] | None = None
+    triggers: Items[str] | None = None
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat,
+    Field(discriminator="type"),
+]
 
 
 @dataclass(frozen=True)
@@ -36,7 +88,7 @@ class ChatTask:
     Attributes:
         messages: As chat templates expect them: content as text, arguments as objects.
         constraint: Has SGLang's and vLLM's fields of constraints.
-        form: A response format, of :mod:`overlap_spec.server.protocol.chat`; ``form_field`` is what
+        form: A response format, as above; ``form_field`` is what
             the body calls it.
         variables: Switches of the chat template.
         effort: How much the model thinks; ``effort_field`` is what the body calls it.

@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema
 
 from overlap_spec.engine.input_processor import check_text
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.body import collector_off
+from overlap_spec.memory import collector_off
 from overlap_spec.types import SamplingParams
 
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
@@ -73,7 +73,6 @@ class Strict(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """See pydantic."""
         cls.known = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @classmethod
@@ -357,6 +356,11 @@ class OpenAIBody(GenerationBody):
     def is_deprecated(self) -> bool:
         """Whether a field is in use that is kept for older clients alone."""
         return bool(self.guided)
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Of the response: for older clients, as RFC 9745 has it, since when they are."""
+        return {"Deprecation": "@1767225600"} if self.is_deprecated else {}
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -1,1 +1,0 @@
-"""Bodies of HTTP requests. Strict: an unknown field or a wrong type is an error."""
