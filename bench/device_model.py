@@ -401,9 +401,3 @@ class TableStreams(Streams):
 
     def event(self) -> Event:
         return TableEvent(self.clock)
-
-    def note(self) -> None:
-        """Spans are recorded as they are queued."""
-
-    def close(self) -> None:
-        """Nothing to end."""

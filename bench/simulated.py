@@ -16,6 +16,7 @@ from random import Random
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from overlap_spec.speculation.acceptance import expected
 from overlap_spec.speculation.cost import (
@@ -33,7 +34,7 @@ from overlap_spec.speculation.policy import (
     StepView,
 )
 from overlap_spec.tiers import Budget, DraftStop, Tier
-from overlap_spec.worker.draft_stop import kept_nodes, reached, stops
+from overlap_spec.worker.draft_stop import kept, stops
 
 # In milliseconds: a 0.75B model on two CPU cores; an 8B model in bfloat16 with an EAGLE-3 head on
 # an A100 and on an H100, which leave the memory-bound regime near 150 and 300 rows.
@@ -157,13 +158,11 @@ def verified_lengths(stop: DraftStop, confidences: NDArray[np.float64]) -> list[
     """How many drafts of each chain ``(trees, steps)`` the stop leaves to be verified."""
     trees, steps = confidences.shape
     scores = torch.from_numpy(confidences).float().log()
-    shares = reached(scores, torch.from_numpy(stop.curves))
-    kept = None
-    if stop.rows is not None:
-        kept = kept_nodes(shares, stop.costs_ms[steps], stop.rows)
-    if kept is None:
+    found = kept(pad(scores.cumsum(1), (1, 0)), stop)
+    if found is None:
         return [steps] * trees
-    best = shares.flatten().sort(descending=True, stable=True).indices[: kept - trees]
+    count, worth = found
+    best = worth[:, 1:].flatten().sort(descending=True, stable=True).indices[: count - trees]
     lengths: list[int] = np.bincount(best.numpy() // steps, minlength=trees).tolist()
     return lengths
 

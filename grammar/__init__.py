@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from overlap_spec.grammar.compile import GrammarCompiler
     from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
-    from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherPool, PoolResult
+    from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherPool
     from overlap_spec.grammar.spec import Grammar
     from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -38,7 +38,6 @@ _HOME = {
     "GrammarCompiler": "compile",
     "Matcher": "contract",
     "MatcherPool": "matching.pool",
-    "PoolResult": "matching.pool",
     "Vocabulary": "vocabulary",
 }
 
@@ -51,7 +50,6 @@ __all__ = [
     "GrammarCompiler",
     "Matcher",
     "MatcherPool",
-    "PoolResult",
     "Vocabulary",
 ]
 

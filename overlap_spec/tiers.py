@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
+# A ragged verify must gain this much, being a recording of its own.
+RAGGED_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,35 @@ class RowTimes(NamedTuple):
     knee: int
     beyond: float
 
-    def saved_ms(self, rows: int) -> float:
-        """What a verify of so many rows takes longer than one of a row less."""
-        return self.each + (self.beyond if self.knee and rows > self.knee else 0.0)
+    def ms(self, rows: int) -> float:
+        """What so many take together."""
+        return self.each * rows + self.beyond * (max(0, rows - self.knee) if self.knee else 0)
+
+
+def kept_nodes(
+    shares: Sequence[float], trees: int, worth: Callable[[float, int], float]
+) -> tuple[int, float]:
+    """AdaSpec's verifier (SoCC 2025, Algorithm 2): how many nodes of a batch are worth verifying,
+    roots included. Drafts go by the chance that they are accepted, the least first, while the
+    step's worth grows, or where that is below 0.
+
+    Args:
+        shares: Of each draft, that it is accepted with all before it.
+        worth: Of a step, by its expected tokens and its nodes.
+
+    Returns:
+        The number, and the worth over that of verifying all.
+    """
+    rates = sorted(shares)
+    nodes, tokens = trees + len(rates), trees + sum(rates)
+    full = best = worth(tokens, nodes)
+    for share in rates:
+        tokens -= share
+        found = worth(tokens, nodes - 1)
+        if found <= best and best >= 0:
+            break
+        best, nodes = found, nodes - 1
+    return nodes, best / full if full > 0 else float("inf")
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,80 +24,32 @@ from overlap_spec.grammar.drafting.forced import NO_OPENINGS, ForcedRuns
 from overlap_spec.grammar.drafting.guesses import Guesses
 
 
-class AcceptItem(NamedTuple):
-    """Feed a request's kept `tokens`, in order, to its matcher."""
+class MatcherCall(ABC):
+    """A call of one request's matcher, and what came of it once :meth:`MatcherPool.run` returns.
 
-    request_id: int
-    matcher: Matcher
-    tokens: Sequence[int]
-
-
-class FillItem(NamedTuple):
-    """Fill the mask rows of a request's tree, and the runs behind its nodes.
-
-    Arrays are those of `Matcher.fill_tree`, and of `ForcedRuns.fill`: all -1 where the pool has no
-    :attr:`MatcherPool.forced`.
-    """
-
-    request_id: int
-    matcher: Matcher
-    tokens: Links
-    first_child: Links
-    next_sibling: Links
-    rows: Row
-    runs: Row
-
-
-class PoolResult(NamedTuple):
-    """The result of one item.
-
-    Args:
-        request_id: Of the item.
-        accepted: Tokens accepted, in order, before the first rejected one; 0 for a fill.
+    Attributes:
+        accepted: Tokens accepted, in order, before the first rejected one; 0 of a fill.
         error: The exception raised, or None. After an error the matcher may not be used again,
             and a fill's rows are all zero.
-        start_ns: `time.perf_counter_ns` when the item's work started.
-        end_ns: The same when it ended or was abandoned.
-        root_only: The deadline passed, and only the root's row is filled.
-        refused: Drafts of the tree that the grammar forbids, or whose path it does.
-    """
-
-    request_id: int
-    accepted: int
-    error: Exception | None
-    start_ns: int
-    end_ns: int
-    root_only: bool = False
-    refused: int = 0
-
-
-class _Around(NamedTuple):
-    """What a request's call needs beside its item; ``after``: the matcher's call before it."""
-
-    after: _MatcherCall | None
-    forced: ForcedRuns | None
-    guesses: Guesses
-    now_ns: int
-
-
-class _MatcherCall(ABC):
-    """The matcher calls of one item.
-
-    ``after``: as in `_Around`, until this one has run: a call that kept it would keep all calls of
-    the output.
+        start_ns, end_ns: `time.perf_counter_ns` when the work started, and when it ended or was
+            abandoned.
+        after: The matcher's call before it, until this one has run: a call that kept it would keep
+            all calls of the output.
     """
 
     # Of the class until they change: a call is made for each request twice a step.
     accepted, openings = 0, NO_OPENINGS
-    started = root_ready = returned = abandoned = False
+    started = root_ready = returned = abandoned = root_first = False
     error: Exception | None = None
     runner: threading.Thread | None = None
-    end_ns = 0
+    start_ns = end_ns = 0
+    # What the pool lends.
+    after: MatcherCall | None = None
+    forced: ForcedRuns | None = None
+    guesses: Guesses
 
-    def __init__(self, item: AcceptItem | FillItem, around: _Around) -> None:
-        self.request_id, self.matcher = item.request_id, item.matcher
-        self.after: _MatcherCall | None
-        self.after, self.forced, self.guesses, self.start_ns = around
+    def __init__(self, request_id: int, matcher: Matcher) -> None:
+        self.request_id, self.matcher = request_id, matcher
 
     @abstractmethod
     def work(self) -> None:
@@ -114,30 +65,36 @@ class _MatcherCall(ABC):
         after = self.after  # Its own thread may let go of it meanwhile.
         return after is None or after.returned
 
-    def run(self) -> None:
-        self.start_ns = time.perf_counter_ns()
+    @property
+    def root_only(self) -> bool:
+        """Whether the deadline passed, and only the root's row is filled."""
+        return self.abandoned and self.root_ready
+
+    @property
+    def refused(self) -> int:
+        """Drafts of the tree that the grammar forbids, or whose path it does."""
+        return 0 if self.abandoned else self.openings.refused
+
+    def run(self) -> Exception | None:
+        """Do the work; what it raised."""
+        self.start_ns, error = time.perf_counter_ns(), None
         try:
             self.work()
         except Exception as caught:  # one request's error must not end the batch
-            self.error = caught
+            error = caught
         self.after = None
-
-    def result(self) -> PoolResult:
-        return PoolResult(
-            self.request_id,
-            self.accepted,
-            self.error,
-            self.start_ns,
-            self.end_ns,
-            self.abandoned and self.root_ready,
-            0 if self.abandoned else self.openings.refused,
-        )
+        return error
 
 
-class _AcceptCall(_MatcherCall):
-    def __init__(self, item: AcceptItem, around: _Around) -> None:
-        super().__init__(item, around)
-        self.tokens = item.tokens
+class AcceptItem(MatcherCall):
+    """Feed a request's kept `tokens`, in order, to its matcher, until one is rejected.
+
+    They follow the root of the request's last tree: where text was forced, that is learned.
+    """
+
+    def __init__(self, request_id: int, matcher: Matcher, tokens: Sequence[int]) -> None:
+        super().__init__(request_id, matcher)
+        self.tokens = tokens
 
     def work(self) -> None:
         forced, filled = self.forced, self.after
@@ -155,51 +112,59 @@ class _AcceptCall(_MatcherCall):
         """Nothing to do: the matcher holds the result."""
 
 
-class _FillCall(_MatcherCall):
-    """Fills rows of its own first, since an abandoned call may write at any time.
+class FillItem(MatcherCall):
+    """Fill the mask rows of a request's tree, and the runs behind its nodes.
 
-    ``scratch``: int32 ``(1 + nodes, words)``, the root's row by itself, then the tree's. ``runs``:
-    likewise, its runs.
+    It fills rows of the pool's first, since an abandoned call may write at any time.
+
+    Args:
+        tree, rows: The arrays of `Matcher.fill_tree`.
+        runs: Of `ForcedRuns.fill`: all -1 where the pool has no :attr:`MatcherPool.forced`.
+
+    Attributes:
+        scratch: int32 ``(1 + nodes, words)``, the root's row by itself, then the tree's.
     """
 
-    runs: Row | None = None
+    scratch: Row
+    found: Row | None = None
 
-    def __init__(self, item: FillItem, around: _Around, scratch: Row, root_first: bool) -> None:
-        super().__init__(item, around)
-        self.item, self.scratch, self.root_first = item, scratch, root_first
+    def __init__(
+        self, request_id: int, matcher: Matcher, *tree: Links, rows: Row, runs: Row
+    ) -> None:
+        super().__init__(request_id, matcher)
+        self.tree, self.rows, self.runs = tree, rows, runs
 
     def work(self) -> None:
-        item = self.item
-        if self.root_first and len(item.tokens) > 1:
+        rows = self.scratch[1:]
+        if self.root_first and len(rows) > 1:
             self.matcher.fill(self.scratch[0])
             self.root_ready = True
-        tree = item.tokens, item.first_child, item.next_sibling, self.scratch[1:]
-        self.matcher.fill_tree(*tree)
+        tokens, child, sibling = self.tree
+        self.matcher.fill_tree(tokens, child, sibling, rows)
         if self.forced is not None:
-            runs = np.empty_like(item.runs)
-            self.openings = self.forced.fill(self.matcher, *tree, runs, self.guesses)
-            self.runs = runs
+            found, tree = np.empty_like(self.runs), (tokens, child, sibling)
+            self.openings = self.forced.fill(self.matcher, *tree, rows, found, self.guesses)
+            self.found = found
 
     def publish(self) -> None:
-        rows, runs = self.item.rows, self.item.runs
-        if self.runs is not None and not self.abandoned:
-            runs[:] = self.runs
+        if self.found is not None and not self.abandoned:
+            self.runs[:] = self.found
         else:
-            runs.fill(-1)
+            self.runs.fill(-1)
         if self.error is not None:
-            rows.fill(0)
+            self.rows.fill(0)
         elif self.abandoned:
-            rows[1:] = 0
-            rows[0] = self.scratch[0]
+            self.rows[1:] = 0
+            self.rows[0] = self.scratch[0]
         else:
-            rows[:] = self.scratch[1:]
+            self.rows[:] = self.scratch[1:]
 
 
 class MatcherPool:
-    """Runs items of a batch; at most one item per matcher.
+    """Makes the calls of a batch; at most one call per matcher.
 
     Args:
-        threads: Number of threads; 0 runs items in the caller's thread, without time limits.
+        threads: Number of threads; 0 makes the calls in the caller's thread, without time limits.
         deadline_ms: What a tree's fill may take before its drafts are given up, or None.
         timeout_s: What any call may take before its request is.
         forced: Tells the runs behind the nodes of trees; None where nobody asks for them.
@@ -222,8 +187,8 @@ class MatcherPool:
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
         # Calls of the batch under way that have neither returned nor were abandoned.
         self._pending = 0
-        self._queue: deque[_MatcherCall] = deque()
-        self._latest: dict[int, _MatcherCall] = {}
+        self._queue: deque[MatcherCall] = deque()
+        self._latest: dict[int, MatcherCall] = {}
         self._scratch: dict[int, Row] = {}
         self._guesses: dict[int, Guesses] = {}
         self._closed = False
@@ -232,26 +197,27 @@ class MatcherPool:
         for _ in range(threads):
             self._start_runner()
 
-    def accept_batch(self, items: Sequence[AcceptItem]) -> list[PoolResult]:
-        """Accept each item's tokens until one is rejected; results in the items' order.
-
-        They follow the root of the request's last tree: where text was forced, that is learned.
-        """
-        return self._run([_AcceptCall(item, self._around(item.request_id)) for item in items])
-
-    def fill_batch(self, items: Sequence[FillItem]) -> list[PoolResult]:
-        """Fill each item's rows; results in the items' order."""
+    def run(self, calls: Sequence[MatcherCall]) -> None:
+        """Make a batch's calls; each has its result then."""
         # A separate root row is worth its time only under a deadline.
         root_first = self.threads > 0 and self._deadline_ns < self._timeout_ns
-        calls = [
-            _FillCall(item, self._around(item.request_id), self._rows_for(item), root_first)
-            for item in items
-        ]
-        return self._run(calls)
-
-    def _around(self, request_id: int) -> _Around:
-        guesses = self._guesses.get(request_id) or self.guesses(request_id)
-        return _Around(self._latest.get(request_id), self.forced, guesses, time.perf_counter_ns())
+        now_ns = time.perf_counter_ns()
+        for call in calls:
+            number = call.request_id
+            call.after, call.forced, call.start_ns = self._latest.get(number), self.forced, now_ns
+            call.guesses = self._guesses.get(number) or self.guesses(number)
+            if isinstance(call, FillItem):
+                call.scratch, call.root_first = self._rows_for(call), root_first
+            self._latest[number] = call
+        if self.threads == 0:
+            for call in calls:
+                self._return(call, call.run())
+            return
+        with self._lock:
+            self._pending = len(calls)
+            self._queue.extend(calls)
+            self._work.notify(len(calls))
+            self._wait(calls)
 
     def guesses(self, request_id: int) -> Guesses:
         """How well a request's forced text is guessed."""
@@ -289,22 +255,7 @@ class MatcherPool:
             rows = self._scratch[item.request_id] = np.zeros((nodes + 1, words), np.int32)
         return rows[: nodes + 1]
 
-    def _run(self, calls: Sequence[_MatcherCall]) -> list[PoolResult]:
-        for call in calls:
-            self._latest[call.request_id] = call
-        if self.threads == 0:
-            for call in calls:
-                call.run()
-                self._return(call)
-        else:
-            with self._lock:
-                self._pending = len(calls)
-                self._queue.extend(calls)
-                self._work.notify(len(calls))
-                self._wait(calls)
-        return [call.result() for call in calls]
-
-    def _wait(self, calls: Sequence[_MatcherCall]) -> None:
+    def _wait(self, calls: Sequence[MatcherCall]) -> None:
         """Wait until every call has returned or was abandoned; holds the lock."""
         while self._pending:
             now, rest = time.perf_counter_ns(), self._deadline_ns
@@ -322,7 +273,7 @@ class MatcherPool:
             if self._pending:
                 self._done.wait(rest / 1e9)
 
-    def _abandon(self, call: _MatcherCall) -> None:
+    def _abandon(self, call: MatcherCall) -> None:
         call.abandoned, call.end_ns = True, time.perf_counter_ns()
         self._pending -= 1
         if not call.root_ready:
@@ -336,8 +287,8 @@ class MatcherPool:
             self._stuck.add(call.runner)
             self._start_runner()
 
-    def _return(self, call: _MatcherCall) -> None:
-        call.end_ns, call.returned = time.perf_counter_ns(), True
+    def _return(self, call: MatcherCall, error: Exception | None) -> None:
+        call.error, call.end_ns, call.returned = error, time.perf_counter_ns(), True
         call.publish()
 
     def _start_runner(self) -> None:
@@ -348,7 +299,7 @@ class MatcherPool:
     def _loop(self) -> None:
         me = threading.current_thread()
         while (call := self._take(me)) is not None:
-            call.run()
+            error = call.run()
             with self._lock:
                 if call.abandoned:
                     # Another thread has replaced this one.
@@ -357,12 +308,12 @@ class MatcherPool:
                     self._runners.discard(me)
                     self._work.notify_all()
                     return
-                self._return(call)
+                self._return(call, error)
                 self._pending -= 1
                 if not self._pending:
                     self._done.notify()
 
-    def _take(self, me: threading.Thread) -> _MatcherCall | None:
+    def _take(self, me: threading.Thread) -> MatcherCall | None:
         """The next call whose matcher is free; None when the pool closes."""
         with self._lock:
             while not self._closed:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from overlap_spec.engine.grammar_drafts import GrammarDrafts, widened
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
@@ -15,10 +16,13 @@ from overlap_spec.speculation.policy import (
     StepOutcome,
     StepView,
 )
+from overlap_spec.speculation.static import StaticPolicy
 from overlap_spec.steps import HostTrees, Int32s, StepResult
-from overlap_spec.tiers import Budget
+from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.drafter_guard import DrafterGuard
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 # Weight of a new step.
 ALPHA = 0.05
 
@@ -64,7 +68,9 @@ class Budgets:
     """What each step may draft and verify, and what came of it.
 
     Args:
-        policy: The length policy.
+        policy: The length policy; where it raises, ``fixed`` takes its place from then on, and no
+            request notices.
+        fixed: One of the policy's tiers.
         guard: A drafter that is paused drafts nothing.
         drafts: What the grammars tell drafts; None: nobody drafts.
         widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``).
@@ -74,12 +80,15 @@ class Budgets:
     def __init__(
         self,
         policy: LengthPolicy,
+        fixed: Tier,
         guard: DrafterGuard,
         drafts: GrammarDrafts | None,
         widens: bool,
         tpot_slo_ms: float | None,
     ) -> None:
-        self.policy, self.widens = policy, widens
+        self.policy, self.widens, self._fixed = policy, widens, fixed
+        # What the policy raised.
+        self._error: str | None = None
         self._guard, self._drafts, self._tpot_slo_ms = guard, drafts, tpot_slo_ms
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
@@ -89,7 +98,7 @@ class Budgets:
         """What step ``index`` over ``trees`` may draft and verify."""
         view = StepView(tuple([self._view(s) for s in trees]), chunk_tokens)
         self._views[index] = view
-        budget = self.policy.choose(view)
+        budget = self._ask(lambda policy: _chosen(policy, view))
         tier = self._guard.allow(budget.tier)
         if tier != budget.tier:
             budget = Budget(tier)
@@ -131,7 +140,7 @@ class Budgets:
         outcome = StepOutcome(view, plan.budget, requests, result.step_ms, result.verified_rows)
         # A wide tier is none of the policy's, and its trees are the grammar's too.
         if plan.tier.base is None:
-            self.policy.observe(outcome)
+            self._ask(lambda policy: policy.observe(outcome))
         self._observed.add(outcome)
 
     def end(self, sequences: Sequence[SequenceState]) -> None:
@@ -142,8 +151,22 @@ class Budgets:
             self._observed.add_request(sequence.stats.tpot_ms, self._target_ms(sequence))
 
     def snapshot(self) -> dict[str, Any]:
-        """State as plain data: the policy's, and what was observed."""
-        return self.policy.snapshot() | self._observed.snapshot()
+        """State as plain data: the policy's, ``error`` (what made it give way, else None), and what
+        was observed."""
+        told = self._ask(lambda policy: policy.snapshot())
+        return told | {"error": self._error} | self._observed.snapshot()
+
+    def _ask(self, ask: Callable[[LengthPolicy], T]) -> T:
+        try:
+            return ask(self.policy)
+        except Exception as error:  # a policy's fault costs no request
+            if self._error is not None:
+                raise
+            self._error, name = f"{type(error).__name__}: {error}", type(self.policy).__name__
+            told = "length policy %s failed, static from now on: %s"
+            log.warning(told, name, self._error, exc_info=error)
+            self.policy = StaticPolicy(self._fixed, reason="the policy failed")
+            return ask(self.policy)
 
     def _target_ms(self, sequence: SequenceState) -> float | None:
         own = sequence.request.sampling.tpot_slo_ms
@@ -159,3 +182,10 @@ class Budgets:
             self._target_ms(sequence),
             sequence.confidences,
         )
+
+
+def _chosen(policy: LengthPolicy, view: StepView) -> Budget:
+    budget = policy.choose(view)
+    if budget.tier not in policy.tiers:
+        raise ValueError(f"{budget.tier} is none of the policy's tiers")
+    return budget

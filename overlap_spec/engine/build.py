@@ -112,7 +112,8 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
         assign=assign,
         reuse=config.prefix_cache,
     )
-    budgets = Budgets(policy, worker.guard, told, widens, config.tpot_slo_ms)
+    fixed = nearest_tier(config, tiers)
+    budgets = Budgets(policy, fixed, worker.guard, told, widens, config.tpot_slo_ms)
     core = EngineCore(config, worker, scheduler, budgets, pool, timeline)
     _warm_up(core, chunk_tokens, load_s)
     return core
@@ -143,9 +144,10 @@ def with_wide(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
 
 def batches(config: EngineConfig, policy: LengthPolicy, tiers: Iterable[Tier]) -> dict[Tier, int]:
     """The most trees of each tier that a step has, padding included."""
-    rows, found = config.max_running_requests, {}
+    rows, fixed, found = config.max_running_requests, nearest_tier(config, policy.tiers), {}
     for tier in tiers:
-        most = policy.largest_batch(tier.own) or rows
+        # Where the policy fails, all steps may take one of its tiers.
+        most = rows if tier.own == fixed else policy.largest_batch(tier.own) or rows
         found[tier] = graph_size(min(most, rows))
     return found
 

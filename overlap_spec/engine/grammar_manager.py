@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from overlap_spec.errors import RequestFailed
-from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherPool
-from overlap_spec.grammar.matching.pool import PoolResult as LaneResult
+from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherCall, MatcherPool
 from overlap_spec.scheduler.sequence import UNTOLD
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.steps import HostTrees, Int32s, Int64s, StepPlan
@@ -52,7 +51,7 @@ class GrammarManager:
         self.failed: dict[int, Exception] = {}
         self.figures = StepFigures()
         self.step = 0
-        self._results: list[LaneResult] = []
+        self._calls: list[MatcherCall] = []
         self._spent_ns = 0
 
     def fill(
@@ -85,12 +84,14 @@ class GrammarManager:
                 rows[span] = 0
                 continue
             links = tokens[span], child[span], sibling[span]
-            items.append(FillItem(request_id, matcher, *links, rows[span], runs[span]))
-        for result in self._note("fill", self.pool.fill_batch(items)):
-            if result.error is not None:
-                self._fail(result.request_id, result.error)
-            elif result.root_only:
-                limits[request_ids.index(result.request_id)] = 0
+            own = {"rows": rows[span], "runs": runs[span]}
+            items.append(FillItem(request_id, matcher, *links, **own))
+        self._run("fill", items)
+        for item in items:
+            if item.error is not None:
+                self._fail(item.request_id, item.error)
+            elif item.root_only:
+                limits[request_ids.index(item.request_id)] = 0
 
     def free(self, plan: StepPlan, sequences: Sequence[SequenceState]) -> list[bool]:
         """Whether each request that a step verifies is inside its model's thinking, after what it
@@ -109,12 +110,13 @@ class GrammarManager:
             for request_id, tokens in kept.items()
             if request_id in self.matchers
         ]
-        for result in self._note("accept", self.pool.accept_batch(items)):
-            error = result.error
-            if error is None and result.accepted < len(kept[result.request_id]):
+        self._run("accept", items)
+        for item in items:
+            error = item.error
+            if error is None and item.accepted < len(item.tokens):
                 error = RequestFailed("the matcher refused an accepted token")
             if error is not None:
-                self._fail(result.request_id, error)
+                self._fail(item.request_id, error)
 
     def note_room(self, sequence: SequenceState) -> None:
         """Enter of a sequence that has ended what the room it had did to its text."""
@@ -147,17 +149,17 @@ class GrammarManager:
             sequences: Those that run.
         """
         self.figures.add(self.spent_ms, exposed_ms, idle_ms)
-        results, self._results, self._spent_ns = self._results, [], 0
-        if not results:
+        calls, self._calls, self._spent_ns = self._calls, [], 0
+        if not calls:
             return
         stats = {sequence.request.id: sequence.stats for sequence in sequences}
-        exposed_share = exposed_ms / (sum(r.end_ns - r.start_ns for r in results) or 1)
-        for result in results:
-            if (own := stats.get(result.request_id)) is not None:
-                took_ns = result.end_ns - result.start_ns
+        exposed_share = exposed_ms / (sum(call.end_ns - call.start_ns for call in calls) or 1)
+        for call in calls:
+            if (own := stats.get(call.request_id)) is not None:
+                took_ns = call.end_ns - call.start_ns
                 own.grammar_ms += took_ns / 1e6
                 own.exposed_ms += exposed_share * took_ns
-                own.illegal_drafts += result.refused
+                own.illegal_drafts += call.refused
 
     def _fail(self, request_id: int, error: Exception) -> None:
         # A matcher that failed is in no known state: it is not touched again.
@@ -169,11 +171,11 @@ class GrammarManager:
         self.matchers.pop(request_id, None)
         self.pool.forget(request_id)
 
-    def _note(self, name: str, results: list[LaneResult]) -> list[LaneResult]:
-        self._results += results
+    def _run(self, name: str, calls: Sequence[MatcherCall]) -> None:
+        self.pool.run(calls)
+        self._calls += calls
         # One batch ends before the next begins.
-        self._spent_ns += union_ns([(r.start_ns, r.end_ns) for r in results])
+        self._spent_ns += union_ns([(call.start_ns, call.end_ns) for call in calls])
         record, step = self.record, self.step
-        for request_id, _, _, start_ns, end_ns, _, _ in results:
-            record("lane", name, start_ns, end_ns, step, request=request_id)
-        return results
+        for call in calls:
+            record("lane", name, call.start_ns, call.end_ns, step, request=call.request_id)

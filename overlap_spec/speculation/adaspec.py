@@ -20,13 +20,7 @@ from typing import Any
 import numpy as np
 
 from overlap_spec.speculation.acceptance import BINS, PRIOR_RATE, Calibration
-from overlap_spec.speculation.cost import (
-    ASSUMED,
-    ASSUMED_SPREAD,
-    CostModel,
-    StepShape,
-    shape_of,
-)
+from overlap_spec.speculation.cost import ASSUMED, ASSUMED_SPREAD, CostModel
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (
     LAUNCH,
@@ -36,12 +30,10 @@ from overlap_spec.speculation.policy import (
     active_snapshot,
     slot_snapshot,
 )
-from overlap_spec.tiers import Budget, DraftStop, Tier
+from overlap_spec.tiers import RAGGED_GAIN, Budget, DraftStop, Tier, kept_nodes
 
 # Weight of a request's last verify in what is expected of its next one.
 ALPHA = 0.2
-# A ragged verify must gain this much, being a recording of its own.
-RAGGED_GAIN = 0.02
 # Verifies without drafts after which one drafts, since nothing else tells that drafts pay again.
 PROBE_EVERY = 128
 
@@ -121,33 +113,6 @@ def predicted_steps(
             break
         best, best_steps = found, depth
     return best_steps
-
-
-def kept_nodes(
-    confidences: Sequence[float],
-    steps: int,
-    step_ms: Any,
-    tpot_slo_ms: float | None,
-) -> tuple[int, float]:
-    """Algorithm 2: how many nodes of the batch are worth verifying, roots included.
-
-    Args:
-        step_ms: Milliseconds of the step, by how many nodes it verifies.
-
-    Returns:
-        The number, and the goodput over that of verifying all.
-    """
-    rates = sorted(c ** (d + 1) for c in confidences for d in range(steps))
-    nodes = len(confidences) + len(rates)
-    tokens = len(confidences) + sum(rates)
-    full = best = goodput(tokens, step_ms(nodes), tpot_slo_ms)
-    for rate in rates:
-        tokens -= rate
-        found = goodput(tokens, step_ms(nodes - 1), tpot_slo_ms)
-        if found <= best and best >= 0:
-            break
-        best, nodes = found, nodes - 1
-    return nodes, best / full if full > 0 else float("inf")
 
 
 class AdaSpecPolicy(LengthPolicy):
@@ -232,8 +197,9 @@ class AdaSpecPolicy(LengthPolicy):
         tier = self._by_steps[steps]
         if not self.verifier or not steps or view.batch == 1:
             return self._budgets[tier]
+        shares = [c ** (d + 1) for c in confidences for d in range(steps)]
         nodes, gain = kept_nodes(
-            confidences, steps, lambda nodes: self._ms(view, steps, nodes), target
+            shares, view.batch, lambda n, rows: goodput(n, self._ms(view, steps, rows), target)
         )
         if gain < 1 + RAGGED_GAIN or nodes == view.batch:
             return self._budgets[tier]
@@ -244,7 +210,7 @@ class AdaSpecPolicy(LengthPolicy):
         if not view.batch or tier not in self._budgets:
             return
         if outcome.step_ms is not None:
-            self.cost.observe(self._shape(view, outcome.budget), outcome.budget, outcome.step_ms)
+            self.cost.observe(view.shape(outcome.budget), outcome.budget, outcome.step_ms)
         if not outcome.requests:
             return
         self._last = view
@@ -280,13 +246,8 @@ class AdaSpecPolicy(LengthPolicy):
     def _least(self) -> int:
         return next(s for s in self._by_steps if s)
 
-    def _shape(self, view: StepView, budget: Budget) -> StepShape:
-        return shape_of(
-            budget, view.batch, view.context_tokens, view.constrained, view.chunk_tokens
-        )
-
     def _ms(self, view: StepView, steps: int, nodes: int) -> float:
         tier = self._by_steps[steps]
         ragged = nodes != view.batch * tier.nodes
-        shape = self._shape(view, self._budgets[tier])._replace(nodes=nodes)
+        shape = view.shape(self._budgets[tier])._replace(nodes=nodes)
         return self.cost.step_ms(shape, Budget(tier, nodes) if ragged else self._budgets[tier])

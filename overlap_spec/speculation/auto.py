@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from overlap_spec.speculation import cost as costs
-from overlap_spec.speculation.cost import CostModel, StepShape, Vector
+from overlap_spec.speculation.cost import CostModel, Vector
 from overlap_spec.speculation.memory import Memory
 from overlap_spec.speculation.online_cost import BLOCK_STEPS, OnlineCost
 from overlap_spec.speculation.policy import (
@@ -110,7 +110,7 @@ class AutoPolicy(LengthPolicy):
             return
         slot = self._slot(view)
         if outcome.step_ms is not None:
-            self.cost.observe(self._shape(view, budget), budget, outcome.step_ms)
+            self.cost.observe(view.shape(budget), budget, outcome.step_ms)
             self._all_ms += outcome.step_ms
             self._probes_ms += slot.behind * outcome.step_ms * (tier == slot.tier)
         if not outcome.requests:
@@ -156,11 +156,6 @@ class AutoPolicy(LengthPolicy):
             self._memories[constrained] = Memory(self.tiers, self._memories.get(not constrained))
         return self._memories[constrained]
 
-    def _shape(self, view: StepView, budget: Budget) -> StepShape:
-        return costs.shape_of(
-            budget, view.batch, view.context_tokens, view.constrained, view.chunk_tokens
-        )
-
     def _weigh(self, view: StepView) -> tuple[Vector, Vector, Vector]:
         """Logarithms of each tier's tokens a request and of its milliseconds, ``(tiers,)`` each,
         and the covariance of their difference.
@@ -169,7 +164,7 @@ class AutoPolicy(LengthPolicy):
         what is unknown of two tiers alike says nothing of which is better.
         """
         budgets = [self._budgets[tier] for tier in self.tiers]
-        log_ms, spread = self.cost.compare([(self._shape(view, b), b) for b in budgets])
+        log_ms, spread = self.cost.compare([(view.shape(b), b) for b in budgets])
         kinds = ((False, view.batch - view.constrained), (True, view.constrained))
         known = [(self._memory(kind).weigh(), runs / view.batch) for kind, runs in kinds if runs]
         tokens = np.ones(len(budgets))

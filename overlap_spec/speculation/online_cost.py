@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import exp, hypot, log
 from statistics import median
 
@@ -36,6 +37,14 @@ CREDIBLE = 2.5
 # A coefficient that a fit found to be 0 still takes this share of a pass's time, so that it can
 # be learnt.
 FLOOR = 1e-3
+# The coefficients: by what that is divided, and how vague each is at first beside the others, since
+# contexts, masks and prefill are not measured at the start.
+COEFFICIENTS = {
+    "verify": (1, 0.0), "verify_node": (4, 0.0), "knee_node": (4, 0.0),
+    "verify_context": (256, 0.7),
+    "draft": (1, 0.0), "draft_branch": (4, 0.0), "draft_context": (256, 0.7),
+    "grammar_node": (4, 1.5), "prefill": (1, 1.5), "prefill_token": (4, 1.5),
+}  # fmt: skip
 
 
 class OnlineCost:
@@ -58,27 +67,14 @@ class OnlineCost:
         self._knee = model.knee_nodes
         reference = model.step_ms(StepShape(1, 256, 0, 1, 1)) or 1.0
         least = FLOOR * reference
-        self._log = np.array(
-            [
-                log(max(model.verify, least)),
-                log(max(model.verify_node, least / 4)),
-                log(max(model.knee_node, least / 4)),
-                log(max(model.verify_context, least / 256)),
-                log(max(model.draft, least)),
-                log(max(model.draft_branch, least / 4)),
-                log(max(model.draft_context, least / 256)),
-                log(max(model.grammar_node, least / 4)),
-                log(max(model.prefill, least)),
-                log(max(model.prefill_token, least / 4)),
-            ]
-        )
+        known = [(getattr(model, name), part) for name, (part, _) in COEFFICIENTS.items()]
+        self._log = np.array([log(max(value, least / part)) for value, part in known])
         self._first_offset = count = len(self._log)
         self._offset_spread = min(OFFSET_SHARE * spread, OFFSET_MOST)
         self._most_nodes = model.most_nodes
         self._offsets: dict[tuple[Tier, bool, int], int] = {}
-        # Contexts, masks and prefill are not measured at the start.
-        vague = [0.0, 0.0, 0.0, 0.7, 0.0, 0.0, 0.7, 1.5, 1.5, 1.5]
-        self._spread = np.diag((np.array(vague) + spread) ** 2)
+        vague = np.array([vague for _, vague in COEFFICIENTS.values()])
+        self._spread = np.diag((vague + spread) ** 2)
         self._spread += FIRST_LOAD_SPREAD**2
         self._noise = np.full((count, count), LOAD_SPREAD**2)
         self._noise += np.diag([DRIFT_SPREAD**2] * count)
@@ -130,24 +126,12 @@ class OnlineCost:
 
     def model(self) -> CostModel:
         """The coefficients as they are known now."""
-        numbers = np.exp(self._log[: self._first_offset]).tolist()
-        return CostModel(
-            verify=numbers[0],
-            verify_node=numbers[1],
-            knee_nodes=self._knee,
-            knee_node=numbers[2] if self._knee else 0.0,
-            verify_context=numbers[3],
-            draft=numbers[4],
-            draft_branch=numbers[5],
-            draft_context=numbers[6],
-            grammar_node=numbers[7],
-            prefill=numbers[8],
-            prefill_token=numbers[9],
-            most_nodes=self.start.most_nodes,
-            source=self.start.source + (", refitted" if self.blocks else ""),
-            error=self.start.error,
-            worst_error=self.start.worst_error,
-        )
+        known = np.exp(self._log[: self._first_offset]).tolist()
+        numbers = dict(zip(COEFFICIENTS, known, strict=True))
+        if not self._knee:
+            numbers["knee_node"] = 0.0
+        source = self.start.source + (", refitted" if self.blocks else "")
+        return replace(self.start, **numbers, source=source, tiers=())
 
     def _update(self, at: Vector, seen: float) -> None:
         self._spread += self._noise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from overlap_spec.speculation.cost import CostModel
+from overlap_spec.speculation.cost import CostModel, StepShape, shape_of
 from overlap_spec.tiers import Budget, Tier
 
 OFF = Tier(0, 1, 1)
@@ -68,6 +68,11 @@ class StepView:
         """The strictest target of all requests."""
         targets = [r.tpot_slo_ms for r in self.requests if r.tpot_slo_ms is not None]
         return min(targets, default=None)
+
+    def shape(self, budget: Budget) -> StepShape:
+        """What its time depends on with a budget."""
+        tokens, constrained = self.context_tokens, self.constrained
+        return shape_of(budget, self.batch, tokens, constrained, self.chunk_tokens)
 
 
 class RequestOutcome(NamedTuple):

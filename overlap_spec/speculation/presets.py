@@ -14,7 +14,6 @@ from typing import Any
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
-from overlap_spec.speculation.fallback import FallbackPolicy
 from overlap_spec.speculation.policy import OFF, LengthPolicy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotPolicy, SlotSettings
@@ -202,7 +201,7 @@ def _is_int(value: object, least: int) -> bool:
 
 
 def policy_of(config: EngineConfig) -> LengthPolicy:
-    """The settings' policy; a fixed tier takes its place where it fails."""
+    """The settings' policy."""
     if config.drafter == "none":
         return StaticPolicy(static_tier(0, 1, None))
     if config.tree is not None:
@@ -218,10 +217,7 @@ def policy_of(config: EngineConfig) -> LengthPolicy:
                 f"{name}: the length policy {config.adaptive!r} takes no account of it; leave it "
                 f"out: {getattr(config, name)!r}"
             )
-    if type(policy) is StaticPolicy:
-        return policy
-    nearest = nearest_tier(config, policy.tiers)
-    return FallbackPolicy(policy, StaticPolicy(nearest, reason="the policy failed"))
+    return policy
 
 
 def nearest_tier(config: EngineConfig, tiers: Iterable[Tier]) -> Tier:

@@ -111,7 +111,6 @@ def _build_lead(site: Site, streams: Streams, record: RecordSpan) -> Worker:
         name = str(site.dtype).removeprefix("torch.")
         same = replace(config, device=device.type, dtype=name, threads=threads)
         group = Group(launched, device, (asdict(same), site.room))
-        streams.prefill = streams.compute
         runner = _build_runner(site, streams, group)
         return LeadWorker(runner, streams, config, record, group, processes)
     except BaseException:
@@ -131,7 +130,6 @@ def run_follower(launched: Launch) -> None:
         config = replace(config, device=f"cuda:{index}")
     site, spans = site_of(config, room), Spans()
     streams = build_streams(config, spans.record)
-    streams.prefill = streams.compute
     group = Group(launched, site.device)
     runner = _build_runner(site, streams, group)
     follow(Worker(runner, streams, config, spans.record), group, spans)
@@ -203,15 +201,19 @@ def _load(site: Site, group: Group | None) -> ModelRunner:
 
 
 def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
-    """CUDA's streams on a GPU; on the CPU threads, or none of them in the serial mode."""
-    device = pick_device(config.device)
+    """CUDA's streams on a GPU; on the CPU threads, or none of them in the serial mode. Of several
+    ranks, whose sums must come in one order, prefill is compute."""
+    device, alone = pick_device(config.device), config.tensor_parallel_size == 1
     if device.type == "cuda":
-        return CudaStreams(device, record)
+        streams = CudaStreams(device, record)
+        if not alone:
+            streams.prefill = streams.compute
+        return streams
     threads = count_threads(config, device)
     if config.overlap == "none":
         return InlineStreams(record, threads)
     # Threads of torch's own already take all cores where they are as many.
-    spare = threads < physical_cores()
+    spare = alone and threads < physical_cores()
     return CpuStreams(record, threads, prefill=spare)
 
 

@@ -130,7 +130,6 @@ class CudaStream(Stream):
         return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
 
     def note(self) -> None:
-        """Record the spans of work that has passed."""
         while self._spans and self._spans[0].end.query():
             label, step, queued_ns, start, end = self._spans.popleft()
             self._clock.hold(end, queued_ns, time.perf_counter_ns())
@@ -146,7 +145,7 @@ class CudaStream(Stream):
         oldest = self._noted - len(self._lengths_ms)
         return sum(self._lengths_ms[i - oldest] for i in range(max(first, oldest), last))
 
-    def synchronize(self) -> None:
+    def close(self) -> None:
         """Block the host until all that is queued has run."""
         self._stream.synchronize()
 
@@ -166,19 +165,10 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device, record: RecordSpan) -> None:
         self._clock = CudaClock(device)
-        self._all = [
+        self.compute, self.prefill, self.plan, self.copy = (
             CudaStream(name, device, self._clock, record, priority)
             for name, priority in (("compute", -1), ("prefill", 0), ("plan", -2), ("copy", -2))
-        ]
-        self.compute, self.prefill, self.plan, self.copy = self._all
+        )
 
     def event(self) -> Event:
         return CudaEvent(self._clock)
-
-    def note(self) -> None:
-        for stream in self._all:
-            stream.note()
-
-    def close(self) -> None:
-        for stream in self._all:
-            stream.synchronize()

@@ -11,12 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from overlap_spec.tiers import DraftStop, RowTimes
+from overlap_spec.tiers import RAGGED_GAIN, DraftStop, kept_nodes
 from overlap_spec.worker.chains import Chain, Loop
 from overlap_spec.worker.graphs import Recorded, Tensors
-
-# Without the drafts that are worth least a step must gain this much, being a recording of its own.
-RAGGED_GAIN = 0.02
 
 
 class StoppedDraft(Recorded):
@@ -37,16 +34,18 @@ def kept(scores: Tensor, stop: DraftStop) -> tuple[int, Tensor] | None:
     Args:
         scores: ``(S, N)``, as in :class:`overlap_spec.kernels.Tree`; padding comes last.
     """
-    trees = len(stop.expected)
-    if stop.rows is None:
+    trees, rows = len(stop.expected), stop.rows
+    if rows is None:
         return None
     chances = torch.zeros_like(scores)
     chances[:, 0] = 1.0
     # Behind a dead node no difference is a number.
     own = scores[:trees].diff(dim=1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
     chances[:trees, 1:] = reached(own, torch.from_numpy(stop.curves))
-    count = kept_nodes(chances[:trees, 1:], stop.costs_ms[scores.shape[1] - 1], stop.rows)
-    return None if count is None else (count, chances.log())
+    shares = chances[:trees, 1:].flatten().tolist()
+    beside_ms = stop.costs_ms[scores.shape[1] - 1] - rows.ms(trees + len(shares))
+    count, gain = kept_nodes(shares, trees, lambda n, nodes: n / (beside_ms + rows.ms(nodes)))
+    return (count, chances.log()) if gain > 1 + RAGGED_GAIN else None
 
 
 def reached(scores: Tensor, curves: Tensor) -> Tensor:
@@ -57,28 +56,6 @@ def reached(scores: Tensor, curves: Tensor) -> Tensor:
     low = at.floor().clamp(0.0, bins - 2.0).long()
     left, right = curves.gather(1, low), curves.gather(1, low + 1)
     return (left + (at - low) * (right - left)).cumprod(1)
-
-
-def kept_nodes(shares: Tensor, step_ms: float, rows: RowTimes) -> int | None:
-    """How many nodes are worth verifying, roots included (AdaSpec, Algorithm 2): drafts go by
-    their :func:`reached`, the least first, while the step's goodput grows.
-
-    Args:
-        step_ms: What a step takes that verifies all of them.
-
-    Returns:
-        None where the goodput grows too little for what a ragged step costs.
-    """
-    trees, steps = shares.shape
-    rates = sorted(shares.flatten().tolist())
-    nodes, tokens, took_ms = trees * (steps + 1), trees + sum(rates), step_ms
-    full = best = tokens / took_ms
-    for rate in rates:
-        tokens, took_ms = tokens - rate, took_ms - rows.saved_ms(nodes)
-        if tokens / took_ms <= best:
-            break
-        best, nodes = tokens / took_ms, nodes - 1
-    return nodes if best > full * (1 + RAGGED_GAIN) else None
 
 
 def stops(scores: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float]) -> bool:

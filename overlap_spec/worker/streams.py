@@ -100,9 +100,15 @@ class Stream(ABC):
             RuntimeError: never recorded.
         """
 
+    def note(self) -> None:  # noqa: B027
+        """Record the spans of what has passed by now, where that is not done as they end."""
 
-class Streams(ABC):
-    """The streams of one worker, and its events.
+    def close(self) -> None:  # noqa: B027
+        """End its thread, if it has one, after what is queued."""
+
+
+class Streams:
+    """The streams of one worker, and its events, on the CPU if nothing else is said.
 
     ``prefill`` may be ``compute``, where there is nothing to gain from two.
     """
@@ -117,17 +123,19 @@ class Streams(ABC):
         for stream in (self.compute, self.prefill, self.plan, self.copy):
             stream.step = step
 
-    @abstractmethod
     def event(self) -> Event:
         """A new event of this kind of streams."""
+        return HostEvent()
 
-    @abstractmethod
     def note(self) -> None:
-        """Record the spans of what has passed by now, where a stream does not by itself."""
+        """:meth:`Stream.note` of all."""
+        for stream in (self.compute, self.prefill, self.plan, self.copy):
+            stream.note()
 
-    @abstractmethod
     def close(self) -> None:
-        """End all threads, after what is queued."""
+        """:meth:`Stream.close` of all."""
+        for stream in dict.fromkeys((self.compute, self.prefill, self.plan, self.copy)):
+            stream.close()
 
 
 class _Passing:
@@ -299,7 +307,6 @@ class ThreadStream(Stream):
                 job()
 
     def close(self) -> None:
-        """End the thread after what is queued."""
         self._queue.put(None)
         self._thread.join()
 
@@ -332,15 +339,6 @@ class InlineStreams(Streams):
         self.plan = InlineStream("plan", record, threads)
         self.copy = InlineStream("copy", record, threads)
 
-    def event(self) -> Event:
-        return HostEvent()
-
-    def note(self) -> None:
-        """Spans are recorded as they end."""
-
-    def close(self) -> None:
-        """Nothing to end."""
-
 
 class CpuStreams(Streams):
     """Threads where there is work for them: plans are packed in the host's own, and compute's
@@ -354,20 +352,7 @@ class CpuStreams(Streams):
     def __init__(
         self, record: RecordSpan | None = None, threads: int | None = None, prefill: bool = True
     ) -> None:
-        compute = ThreadStream("compute", record, threads)
-        self._all = [compute]
-        self.compute = self.prefill = compute
+        self.compute = self.prefill = compute = ThreadStream("compute", record, threads)
         self.plan, self.copy = InlineStream("plan", record), GuestStream("copy", compute)
         if prefill:
             self.prefill = ThreadStream("prefill", record, threads)
-            self._all.append(self.prefill)
-
-    def event(self) -> Event:
-        return HostEvent()
-
-    def note(self) -> None:
-        """Spans are recorded as they end."""
-
-    def close(self) -> None:
-        for stream in self._all:
-            stream.close()

@@ -20,7 +20,7 @@ from bench.device_model import (
 )
 from bench.simulated_device import simulated, summary
 from bench.workloads import Ask
-from overlap_spec.grammar.matching.pool import MatcherPool
+from overlap_spec.grammar.matching.pool import FillItem, MatcherPool
 from overlap_spec.grammar.spec import Grammar
 
 SLOW = Device({1: 9000}, {1: 1000}, {1: 100}, {1: 300}, {1: 5000})
@@ -113,11 +113,11 @@ def window(
         oracle.tell({simulated_device.prompt_ids(side.engine, ask): said})
         pool = side.engine.core.grammar.pool
 
-        def slow(items: Any) -> Any:
-            hand.ns += int(grammar_ms * 1e6)
-            return MatcherPool.fill_batch(pool, items)
+        def slow(calls: Any) -> None:
+            hand.ns += int(grammar_ms * 1e6) * any(isinstance(c, FillItem) for c in calls)
+            MatcherPool.run(pool, calls)
 
-        pool.fill_batch = side.shared(slow)  # type: ignore[method-assign]
+        pool.run = side.shared(slow)  # type: ignore[method-assign]
         found = side.run([ask])
         assert found is not None
         return found

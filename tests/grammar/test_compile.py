@@ -142,19 +142,13 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
     buffer = np.full((3, 1), -1, np.int32)
     runs = np.zeros((1, 4), np.int32)
     with MatcherPool(threads) as pool:
-        accepts = pool.accept_batch(
-            [
-                AcceptItem(i, m, t)
-                for i, (m, t) in enumerate([(good, [0, 1]), (bad, [0]), (short, [0, 0])])
-            ]
-        )
-        fills = pool.fill_batch(
-            [
-                FillItem(i, m, *one, buffer[i : i + 1], runs)
-                for i, m in enumerate((good, bad, short))
-            ]
-        )
-    assert [r.request_id for r in accepts] == [0, 1, 2]
+        fed = [(good, [0, 1]), (bad, [0]), (short, [0, 0])]
+        accepts = [AcceptItem(i, m, t) for i, (m, t) in enumerate(fed)]
+        pool.run(accepts)
+        fills = [
+            FillItem(i, m, *one, rows=buffer[i : i + 1], runs=runs) for i, (m, _) in enumerate(fed)
+        ]
+        pool.run(fills)
     assert [r.accepted for r in accepts] == [2, 0, 1]
     for results in (accepts, fills):
         assert [r.error is not None for r in results] == [False, True, False]
@@ -171,12 +165,15 @@ def test_what_a_step_filled_is_not_kept_for_the_whole_output(threads: int) -> No
     kept: list[weakref.ref[object]] = []
     with MatcherPool(threads) as pool:
         for token in (0, 1, 1):
-            assert pool.accept_batch([AcceptItem(7, matcher, [token])])[0].accepted == 1
+            accept = AcceptItem(7, matcher, [token])
             rows, runs = np.zeros((1, 1), np.int32), np.zeros((1, 4), np.int32)
-            assert pool.fill_batch([FillItem(7, matcher, *one, rows, runs)])[0].error is None
+            fill = FillItem(7, matcher, *one, rows=rows, runs=runs)
+            pool.run([accept])
+            pool.run([fill])
+            assert (accept.accepted, fill.error) == (1, None)
             kept.append(weakref.ref(rows))
-        del rows, runs
-        pool.accept_batch([AcceptItem(7, matcher, [1])])
+        del rows, runs, fill
+        pool.run([AcceptItem(7, matcher, [1])])
         gc.collect()
         assert [row() is None for row in kept] == [True, True, True]
 

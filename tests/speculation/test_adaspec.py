@@ -21,7 +21,6 @@ from overlap_spec.speculation.adaspec import (
     AdaSpecPolicy,
     Confidences,
     goodput,
-    kept_nodes,
     predicted_steps,
 )
 from overlap_spec.speculation.cost import CostModel
@@ -35,7 +34,7 @@ from overlap_spec.speculation.policy import (
 )
 from overlap_spec.speculation.presets import CHAINS, load_policy
 from overlap_spec.speculation.static import static_tier
-from overlap_spec.tiers import Budget, DraftStop, RowTimes, Tier
+from overlap_spec.tiers import Budget, DraftStop, RowTimes, Tier, kept_nodes
 from tests.support.policies import told, view
 
 TIERS = [static_tier(steps, 1, None) for steps in CHAINS]
@@ -99,21 +98,27 @@ def test_length_counts_depths_that_are_no_tier() -> None:
 # Algorithm 2
 
 
+def kept(confidences: list[float], target: float | None) -> tuple[int, float]:
+    """Three deep, at 10 ms and 1 ms a node."""
+    shares = [c**depth for c in confidences for depth in (1, 2, 3)]
+    return kept_nodes(shares, len(confidences), lambda n, rows: goodput(n, 10.0 + rows, target))
+
+
 def test_elimination_by_hand() -> None:
     """Two requests, three deep, at 0.9 and 0.2, 10 ms and 1 ms a node.
 
     All 8 nodes: 2 + .9 + .81 + .729 + .2 + .04 + .008 = 4.687 over 18. Without .008: 4.679/17;
     without .04: 4.639/16 = .290; without .2: 4.439/15 = .296; without .729: 3.71/14 = .265.
     """
-    nodes, gain = kept_nodes([0.9, 0.2], 3, lambda n: 10.0 + n, None)
+    nodes, gain = kept([0.9, 0.2], None)
     assert nodes == 5
     assert gain == pytest.approx((4.439 / 15) / (4.687 / 18))
 
 
 def test_elimination_until_the_target_is_kept() -> None:
     """15.5 ms allow 5 nodes, where free choice keeps 7; and the roots stay whatever is asked."""
-    assert kept_nodes([0.9, 0.8], 3, lambda n: 10.0 + n, 15.5)[0] == 5
-    assert kept_nodes([0.9, 0.8], 3, lambda n: 10.0 + n, 1.0)[0] == 2
+    assert kept([0.9, 0.8], 15.5)[0] == 5
+    assert kept([0.9, 0.8], 1.0)[0] == 2
 
 
 # What confidences are worth

@@ -10,6 +10,7 @@ import pytest
 
 from bench import six_machines
 from bench.simulated import MACHINES, best_static, profiled, quick, run
+from overlap_spec.engine.budgets import Budgets
 from overlap_spec.speculation.auto import AutoPolicy
 from overlap_spec.speculation.cost import (
     PROFILE_SPREAD,
@@ -17,13 +18,14 @@ from overlap_spec.speculation.cost import (
     CostModel,
     shape_of,
 )
-from overlap_spec.speculation.fallback import FallbackPolicy
 from overlap_spec.speculation.memory import Memory
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import OFF, RequestOutcome, RequestView, StepOutcome, StepView
 from overlap_spec.speculation.presets import AUTO_CHAINS, AUTO_TREES, load_policy
 from overlap_spec.speculation.static import StaticPolicy, static_tier
+from overlap_spec.steps import StepPlan, StepResult
 from overlap_spec.tiers import Budget, Tier
+from overlap_spec.worker.drafter_guard import DrafterGuard
 from tests.support.policies import told, view
 from tests.support.tiers import few
 
@@ -281,7 +283,7 @@ def test_its_snapshot_tells_what_it_expects_and_why() -> None:
 
 
 class Broken(StaticPolicy):
-    """Raises from its third verify on."""
+    """Raises in a method from its third verify on, or chooses what it has not named."""
 
     def __init__(self, method: str) -> None:
         super().__init__(static_tier(3, 1, None))
@@ -289,7 +291,8 @@ class Broken(StaticPolicy):
 
     def choose(self, view: StepView) -> Budget:
         self._fail("choose")
-        return super().choose(view)
+        beyond = self._left <= 0 and self._method == "beyond"
+        return Budget(static_tier(9, 1, None)) if beyond else super().choose(view)
 
     def observe(self, outcome: StepOutcome) -> None:
         self._left -= 1
@@ -301,35 +304,28 @@ class Broken(StaticPolicy):
             raise ZeroDivisionError("no such rate")
 
 
-@pytest.mark.parametrize("method", ["choose", "observe"])
-def test_a_policy_that_raises_gives_way(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    static = StaticPolicy(static_tier(1, 1, None), reason="the policy failed")
-    policy = FallbackPolicy(Broken(method), static)
+@pytest.mark.parametrize(
+    ("method", "error"),
+    [
+        ("choose", "ZeroDivisionError: no such rate"),
+        ("observe", "ZeroDivisionError: no such rate"),
+        ("beyond", f"ValueError: {Tier(9, 1, 10)} is none of the policy's tiers"),
+    ],
+)
+def test_a_policy_that_fails_gives_way(
+    method: str, error: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    budgets = Budgets(Broken(method), Tier(1, 1, 2), DrafterGuard("none"), None, False, None)
     chosen = []
-    for _ in range(5):
-        chosen.append(policy.choose(view(2)).tier.steps)
-        policy.observe(told(2, Tier(chosen[-1], 1, chosen[-1] + 1), [0, 1]))
+    for index in range(5):
+        budget = budgets.choose([], index, 0)
+        chosen.append(budget.tier.steps)
+        budgets.observe(StepResult(StepPlan(index, budget, (), (), (), (), 0, ()), ()))
     assert chosen == [3, 3, 1, 1, 1]
-    assert caplog.text.count("static from now on: ZeroDivisionError: no such rate") == 1
-    data = policy.snapshot()
-    assert data["error"] == "ZeroDivisionError: no such rate"
+    assert caplog.text.count(f"static from now on: {error}") == 1
+    data = budgets.snapshot()
+    assert data["error"] == error
     assert data["active"]["reason"] == "the policy failed"
-
-
-class Beyond(StaticPolicy):
-    """Chooses a tier that it did not name, for which nothing has room."""
-
-    def __init__(self) -> None:
-        super().__init__(static_tier(3, 1, None))
-
-    def choose(self, view: StepView) -> Budget:  # noqa: ARG002
-        return Budget(static_tier(9, 1, None))
-
-
-def test_a_policy_that_chooses_beyond_its_tiers_gives_way() -> None:
-    policy = FallbackPolicy(Beyond(), StaticPolicy(static_tier(1, 1, None)))
-    assert policy.choose(view(2)).tier.steps == 1
-    assert "none of the policy's tiers" in policy.snapshot()["error"]
 
 
 def test_auto_has_the_launch_tier_too() -> None:

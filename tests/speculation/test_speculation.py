@@ -13,7 +13,6 @@ import pytest
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
-from overlap_spec.speculation.fallback import FallbackPolicy
 from overlap_spec.speculation.policy import LengthPolicy
 from overlap_spec.speculation.presets import (
     POLICY_NAMES,
@@ -89,10 +88,6 @@ def test_no_batch_takes_a_tier_beyond_its_limit(name: str) -> None:
         assert most <= (limits[tier] or 200)
     if name != "auto":
         assert {t: limit or 200 for t, limit in limits.items()} == seen
-    fixed = StaticPolicy(policy.tiers[0])
-    fallen = FallbackPolicy(policy, fixed)
-    assert fallen.largest_batch(policy.tiers[0]) is None
-    assert fallen.largest_batch(policy.tiers[-1]) == limits[policy.tiers[-1]]
 
 
 def test_ema_is_of_the_batch_mean() -> None:

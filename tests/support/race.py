@@ -320,7 +320,3 @@ class ClockStreams(Streams):
 
     def event(self) -> Event:
         return ClockEvent(self.world)
-
-    def note(self) -> None: ...
-
-    def close(self) -> None: ...

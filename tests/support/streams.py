@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
-from overlap_spec.worker.streams import Event, HostEvent, Streams, ThreadStream
+from overlap_spec.worker.streams import Streams, ThreadStream
 
 
 class ChaosStream(ThreadStream):
@@ -38,18 +38,7 @@ class ThreadStreams(Streams):
         make: Builds each, by name.
     """
 
-    _all: list[ThreadStream]
-
     def __init__(self, make: Callable[[str], ThreadStream]) -> None:
-        self._all = [make(name) for name in ("compute", "plan", "copy", "prefill")]
-        self.compute, self.plan, self.copy, self.prefill = self._all
-
-    def event(self) -> Event:
-        return HostEvent()
-
-    def note(self) -> None:
-        """Spans are recorded as they end."""
-
-    def close(self) -> None:
-        for stream in self._all:
-            stream.close()
+        self.compute, self.plan, self.copy, self.prefill = (
+            make(name) for name in ("compute", "plan", "copy", "prefill")
+        )
