@@ -105,10 +105,6 @@ class FairQueue(Generic[Item]):
         else:
             insort(line, item, key=self._rank)
 
-    def put_back(self, item: Item) -> None:
-        """Let an item wait at the head of its holder's line."""
-        self._lines.setdefault(self._holder(item), []).insert(0, item)
-
     def line(self, may: Callable[[str], bool] = lambda _: True) -> Sequence[Item]:
         """The line of the holder whose turn it is, of those who ``may`` have one; empty where none
         may."""
@@ -132,39 +128,6 @@ class FairQueue(Generic[Item]):
         self._lines[holder].remove(item)
         if not self._lines[holder]:
             del self._lines[holder]
-
-
-class Places:
-    """A semaphore whose waiters take turns by holder."""
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: FairQueue[_Waiter] = FairQueue(lambda waiter: waiter.holder)
-
-    async def take(self, holder: str) -> None:
-        """Wait for a place."""
-        if self._free:
-            self._free -= 1
-            return
-        waiter = _Waiter(holder)
-        self._waiting.append(waiter)
-        try:
-            await waiter.called
-        except asyncio.CancelledError:
-            if not waiter.called.cancelled():
-                self.give()
-            elif waiter in self._waiting:
-                self._waiting.remove(waiter)
-            raise
-
-    def give(self) -> None:
-        """Give a place back."""
-        while len(self._waiting):
-            called = self._waiting.popleft().called
-            if not called.done():
-                called.set_result(None)
-                return
-        self._free += 1
 
 
 class Lane:
