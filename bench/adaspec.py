@@ -41,9 +41,14 @@ from bench.traces import (
 )
 from overlap_spec.speculation.adaspec import Confidences
 from overlap_spec.speculation.cost import shape_of
-from overlap_spec.speculation.policy import RequestOutcome, RequestView, StepOutcome, StepView
+from overlap_spec.speculation.policy import (
+    RequestOutcome,
+    RequestView,
+    StepOutcome,
+    StepView,
+    static_tier,
+)
 from overlap_spec.speculation.presets import load_policy
-from overlap_spec.speculation.static import static_tier
 from overlap_spec.tiers import Budget
 
 A100 = "7B, 68M, A100"

@@ -14,12 +14,13 @@ from overlap_spec.speculation.adaspec import Confidences
 from overlap_spec.speculation.policy import (
     LAUNCH,
     LengthPolicy,
+    StaticPolicy,
     StepOutcome,
     StepView,
-    active_snapshot,
     slot_snapshot,
+    snapshot_of,
+    static_tier,
 )
-from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.tiers import Budget, DraftStop, Tier
 
 # Behind a draft that the drafter gives less there is no further one: the transformers library's
@@ -91,9 +92,7 @@ class ThresholdPolicy(LengthPolicy):
         self._accepted = sum(outcome.accepted) / len(outcome.requests)
 
     def snapshot(self) -> dict[str, Any]:
-        figures = {"count": self._count, "switches": self._switches}
-        steps = [tier.steps for tier in self.tiers]
-        slot = slot_snapshot(1, self._active, steps) | {"ema": self._accepted} | figures
+        steps, figures = [tier.steps for tier in self.tiers], (self._count, self._switches)
+        slot = slot_snapshot(1, self._active, steps, self._accepted, *figures)
         reason = f"confidence over {self._threshold}" if self._count else "nothing has run yet"
-        active = active_snapshot(self._active, reason)
-        return {"policy": "threshold", **figures, "active": active, "slots": [slot]}
+        return snapshot_of("threshold", [slot], self._active, reason)

@@ -36,7 +36,7 @@ from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import ConfigError, OverlapSpecError
-from overlap_spec.worker.jobs import clear
+from overlap_spec.worker.worker import clear
 
 IN_FLIGHT = 32
 SAMPLES = 200

@@ -50,9 +50,9 @@ from overlap_spec.speculation.policy import (
     RequestView,
     StepOutcome,
     StepView,
+    static_tier,
 )
 from overlap_spec.speculation.presets import load_policy
-from overlap_spec.speculation.static import static_tier
 from overlap_spec.tiers import Budget, Tier
 
 # Target and draft model, and GPUs: weights over bandwidth, and rows from which on compute counts.

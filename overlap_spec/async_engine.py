@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
 from overlap_spec.config import EngineConfig
@@ -30,7 +30,7 @@ from overlap_spec.errors import ConfigError, EngineUnavailable, RequestFailed
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.client import EngineClient, Health
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
-from overlap_spec.shares import HOLDER, Places
+from overlap_spec.shares import HOLDER, Lane
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
 
@@ -80,7 +80,8 @@ class AsyncEngine:
         self._max_queued_requests = max_queued_requests
         self._input_processor: InputProcessor | None = None
         self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
-        self._places = Places(TOKENISER_THREADS)
+        # As many may wait for a thread as requests may be open.
+        self._lane = Lane(TOKENISER_THREADS, sys.maxsize)
         settings = {"model": model, **settings}
         self.client = EngineClient(settings, stall_timeout_s, self._set_ready)
 
@@ -140,12 +141,7 @@ class AsyncEngine:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     @overload
@@ -282,7 +278,7 @@ class AsyncEngine:
         self.client.check_room(holder)
         self.client.held[holder] += 1
         try:
-            await self._places.take(holder)
+            await self._lane.take(holder)
         except BaseException:
             self.client.give_back(holder)
             raise
@@ -293,7 +289,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(future)
 
     def _prepared(self, holder: str) -> None:
-        self._places.give()
+        self._lane.give(holder)
         self.client.give_back(holder)
 
     async def submit(self, request: Request) -> AsyncRequestHandle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -397,18 +398,10 @@ class EngineConfig:
             "grammar_cache_bytes": 0,
             "memory_limit_bytes": 1,
         }
-        optional = (
-            "num_draft_tokens",
-            "context_length",
-            "max_total_tokens",
-            "chunked_prefill_size",
-            "threads",
-            "lane_threads",
-            "memory_limit_bytes",
-        )
         for name, low in least.items():
             value = getattr(self, name)
-            if value is None and name in optional:
+            # What is None by default may be.
+            if value is None and getattr(type(self), name) is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
@@ -428,9 +421,8 @@ class EngineConfig:
 
     def _check_tree(self) -> None:
         """Raise ConfigError for settings that a fixed tree cannot have beside it."""
-        defaults = {f.name: f.default for f in fields(self)}
         for name in ("num_steps", "eagle_topk", "num_draft_tokens"):
-            if getattr(self, name) != defaults[name]:
+            if getattr(self, name) != getattr(type(self), name):
                 raise ConfigError(f"{name}: the tree's file says it; leave it out")
         if self.adaptive.lower() != "static":
             raise ConfigError(f"tree: adaptive must be 'static' beside it, not {self.adaptive!r}")
@@ -537,3 +529,19 @@ def drafter_names() -> tuple[str, ...]:
 def _one_of(name: str, value: str, built: tuple[str, ...]) -> None:
     if value not in built:
         raise ConfigError(f"{name} must be one of {', '.join(built)}: {value!r}")
+
+
+def own_class(name: str, kind: Any, setting: str) -> Any:
+    """The class ``package.module:Class``, which is a ``kind``.
+
+    Raises:
+        ConfigError: it is none, or not there; names the setting.
+    """
+    module, _, wanted = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), wanted, None)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{setting} {name!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{setting} {name!r}: {wanted} is no {kind.__name__} of {module}")
+    return found

@@ -130,39 +130,6 @@ class FairQueue(Generic[Item]):
             del self._lines[holder]
 
 
-class Places:
-    """A semaphore whose waiters take turns by holder."""
-
-    def __init__(self, count: int) -> None:
-        self._free = count
-        self._waiting: FairQueue[_Waiter] = FairQueue(lambda waiter: waiter.holder)
-
-    async def take(self, holder: str) -> None:
-        """Wait for a place."""
-        if self._free:
-            self._free -= 1
-            return
-        waiter = _Waiter(holder)
-        self._waiting.append(waiter)
-        try:
-            await waiter.called
-        except asyncio.CancelledError:
-            if not waiter.called.cancelled():
-                self.give()
-            elif waiter in self._waiting:
-                self._waiting.remove(waiter)
-            raise
-
-    def give(self) -> None:
-        """Give a place back."""
-        while len(self._waiting):
-            called = self._waiting.popleft().called
-            if not called.done():
-                called.set_result(None)
-                return
-        self._free += 1
-
-
 class Lane:
     """Places that are shared out by holder, and waited for in turns.
 

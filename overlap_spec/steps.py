@@ -179,17 +179,22 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class HostTrees:
-    """The drafted trees of a step on the host, ragged: request r owns ``offsets[r]:offsets[r+1]``,
-    the living nodes of its tree, and nothing where it has no grammar.
+    """The drafted trees of a step on the host, ragged: request r of ``plan.verified`` owns
+    ``offsets[r]:offsets[r+1]``, the living nodes of its tree, and nothing where it has no grammar.
 
-    All arrays int64; links count from the request's own node 0, -1 is none. Node 0 is the last
-    committed token.
+    Links count from the request's own node 0, the last committed token; -1 is none. And where to
+    write what the grammars say: ``rows (nodes, words)``, a mask row for each node; ``limits
+    (requests,)``, to be lowered to the depth down to which a request's rows are good; ``runs
+    (nodes, TOLD)``, the run behind each node, -1 where there is no more, and its state.
     """
 
     tokens: Int64s
     first_child: Int64s
     next_sibling: Int64s
     offsets: Int64s
+    rows: Int32s
+    limits: Int64s
+    runs: Int32s
 
 
 class RowResult(NamedTuple):

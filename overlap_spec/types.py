@@ -24,14 +24,10 @@ SHOWN_CHARS = 60
 MOST_BANNED, BANNED_TOKENS = 256, 16
 Origin = Literal["grafted", "drafted", "bonus", "forced"]
 Fate = Literal["accepted", "masked", "rejected", "late", "cut"]
-# Fields of sampling that are true or false.
+# Fields of sampling that are true or false; the last may be None.
 SWITCHES = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "speculate",
-    "origins",
-    "draft_trees",
-)
+    "ignore_eos", "include_stop_str_in_output", "speculate", "origins", "draft_trees", "complete"
+)  # fmt: skip
 # Of a field of sampling: it asks for the optional part of its name.
 OPTIONAL: Mapping[str, bool] = {"optional": True}
 # What optional parts tell, by name, where there are none.
@@ -157,10 +153,9 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens is over max_tokens", "min_tokens")
         for name in SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} must be true or false: {getattr(self, name)!r}", name)
-        if not (self.complete is None or isinstance(self.complete, bool)):
-            raise InvalidRequest(f"complete must be true or false: {self.complete!r}", "complete")
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or value is getattr(type(self), name)):
+                raise InvalidRequest(f"{name} must be true or false: {value!r}", name)
         self._check_collections()
 
     def _check_collections(self) -> None:

@@ -34,6 +34,7 @@ SCHEDULER = "overlap_spec/scheduler/scheduler.py"
 AUTO = "overlap_spec/speculation/auto.py"
 T_SCHEDULER = "tests/scheduler/test_scheduler.py::"
 T_AUTO = "tests/speculation/test_auto.py::"
+T_RECORDINGS = "tests/proofs/test_recordings.py::"
 MUTANTS = (
     Mutant(
         "ranks do not compare their trees",
@@ -48,6 +49,34 @@ MUTANTS = (
         "tuple(x.contiguous() for x in work(*inputs))",
         "work(*inputs)",
         ("tests/proofs/test_recordings.py::test_a_step_replays_the_draft_that_it_wants",),
+    ),
+    Mutant(
+        "batches between powers of two are recorded in a live step",
+        "overlap_spec/worker/warm_up.py",
+        "range(1, most + 1) if own else powers_of_two(most)",
+        "powers_of_two(most)",
+        (T_RECORDINGS + "test_no_request_waits_for_a_recording_or_for_memory",),
+    ),
+    Mutant(
+        "graphs of the target's pass share no memory",
+        "overlap_spec/worker/cuda_graphs.py",
+        "if not room or any(",
+        "if True or any(",
+        (T_RECORDINGS + "test_outputs_of_all_graphs_fit_into_what_is_set_aside",),
+    ),
+    Mutant(
+        "what comes behind the drafts is recorded for each tier",
+        "overlap_spec/worker/cuda_graphs.py",
+        "return replace(tier, top_k=min(tier.top_k, 2), base=base)",
+        "return tier if base is None else tier",
+        (T_RECORDINGS + "test_few_graphs_are_recorded_at_the_start",),
+    ),
+    Mutant(
+        "what a step keeps is let go of before its streams are through",
+        "overlap_spec/worker/worker.py",
+        "copy.record(events.results_on_host)\n        step.buffers.keep = step.tensors",
+        "copy.record(events.results_on_host)",
+        ("tests/proofs/test_races.py::test_no_stream_races_another",),
     ),
     Mutant(
         "mask rows of drafts that nobody verifies go up",
@@ -161,14 +190,14 @@ MUTANTS = (
         "overlap_spec/drafters/sound.py",
         "reached = own == 0",
         "reached = own >= 0",
-        ("tests/drafters/test_hostile.py::test_each_clause_alone",),
+        ("tests/drafters/test_drafters.py::test_each_clause_alone",),
     ),
     Mutant(
         "two siblings may have one token",
         "overlap_spec/drafters/sound.py",
         "good &= ~(twins & good[:, None, :] & (index < index[:, None])).any(-1)",
         "good &= twins.any(-1)",
-        ("tests/drafters/test_hostile.py::test_each_clause_alone",),
+        ("tests/drafters/test_drafters.py::test_each_clause_alone",),
     ),
     Mutant(
         "frequency is rewarded",
@@ -209,17 +238,17 @@ MUTANTS = (
     ),
     Mutant(
         "nodes are left out until none is worth it",
-        "overlap_spec/speculation/adaspec.py",
+        "overlap_spec/tiers.py",
         "if found <= best and best >= 0:",
         "if found < 0:",
         ("tests/speculation/test_adaspec.py::test_elimination_by_hand",),
     ),
     Mutant(
         "a policy's tier beyond those that it named is run",
-        "overlap_spec/speculation/fallback.py",
-        "if budget.tier not in self.tiers:",
+        "overlap_spec/engine/budgets.py",
+        "if budget.tier not in policy.tiers:",
         "if budget.tier is None:",
-        (T_AUTO + "test_a_policy_that_chooses_beyond_its_tiers_gives_way",),
+        (T_AUTO + "test_a_policy_that_fails_gives_way",),
     ),
     Mutant(
         "one who asks for much takes others' part",
@@ -254,7 +283,7 @@ MUTANTS = (
         "overlap_spec/drafters/ngram.py",
         "[NgramTable(oldest, keep_all) for _ in range(size)]",
         "[NgramTable(not oldest, keep_all) for _ in range(size)]",
-        ("tests/drafters/test_ngram.py::test_options_say_which_continuation",),
+        ("tests/drafters/test_lookup.py::test_options_say_which_continuation",),
     ),
 )
 

@@ -55,13 +55,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.interrupts": set(),
     "engine.own_process": set(),
     "engine.cost_model": {"speculation", "worker", "timeline"},
-    "engine.preparation": {
-        "engine.budgets",
-        "engine.cost_model",
-        "scheduler",
-        "speculation",
-        "worker",
-    },
     "engine.budgets": {"engine.grammar_drafts", "scheduler", "speculation", "worker"},
     "engine.core": {
         "engine.budgets",
@@ -77,7 +70,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.budgets",
         "engine.core",
         "engine.cost_model",
-        "engine.preparation",
         "engine.grammar_drafts",
         "scheduler",
         "speculation",

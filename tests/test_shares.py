@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
 import pytest
 
-from overlap_spec.shares import FairQueue, Lane, Places, Shares
+from overlap_spec.shares import FairQueue, Lane, Shares
 
 
 def test_one_alone_may_have_all() -> None:
@@ -69,26 +68,6 @@ def test_a_rank_orders_the_line_of_one_holder() -> None:
     assert [queue.popleft() for _ in range(3)] == [("a", 1), ("b", 9), ("a", 2)]
 
 
-async def _served() -> list[str]:
-    places, order = Places(1), list[str]()
-
-    async def one(holder: str) -> None:
-        await places.take(holder)
-        order.append(holder)
-        await asyncio.sleep(0)
-        places.give()
-
-    tasks = [asyncio.create_task(one(holder)) for holder in "aaaab"]
-    await asyncio.sleep(0)
-    tasks[1].cancel()
-    for task in tasks:
-        with suppress(asyncio.CancelledError):
-            await task
-    # All places are free again.
-    await asyncio.wait_for(places.take("c"), 5)
-    return order
-
-
 async def _queued() -> tuple[list[str], list[bool]]:
     lane, order = Lane(1, 2), list[str]()
 
@@ -113,7 +92,3 @@ async def _queued() -> tuple[list[str], list[bool]]:
 
 def test_a_lane_is_bounded_and_what_leaves_it_takes_no_place() -> None:
     assert asyncio.run(_queued()) == (["a"] * 3, [True, True, False, True])
-
-
-def test_places_are_given_in_turns() -> None:
-    assert asyncio.run(_served()) == ["a", "b", "a", "a"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
-from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import Draft, Drafter, MakeCache, Roots, Tables
-from overlap_spec.models.decoder import Decoder
+from overlap_spec.drafters.base import Draft, Drafter, Roots
 from overlap_spec.tiers import Tier
 
 
@@ -15,13 +15,7 @@ class GrammarDrafter(Drafter):
     """A chain of forced tokens after each root; it needs no weights, and costs no time."""
 
     @classmethod
-    def build(
-        cls,
-        config: EngineConfig,  # noqa: ARG003
-        target: Decoder,  # noqa: ARG003
-        tables: Tables,  # noqa: ARG003
-        make_cache: MakeCache,  # noqa: ARG003
-    ) -> GrammarDrafter:
+    def build(cls, *_: Any, **__: Any) -> GrammarDrafter:
         return cls()
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, DraftCache, MakeCache, Roots, Tables
-from overlap_spec.drafters.fixed_tree import shape_of
 from overlap_spec.drafters.head_drafter import FusingDrafter
 from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
-from overlap_spec.drafters.tree_drafter import Growth
+from overlap_spec.drafters.tree_drafter import Branches, Growth, shape_of
 from overlap_spec.errors import ConfigError
 from overlap_spec.hub import find_folder
 from overlap_spec.kernels import Noise, noise_keys, top_candidates
@@ -65,7 +64,7 @@ class ParallelDrafter(FusingDrafter):
         mask = torch.full_like(roots.tokens, self.head.config.mask_token)[:, None]
         mask = mask.expand(-1, count - 1)
         before = self.mask_feature.expand(mask.shape[0], count - 1, -1)
-        return torch.cat([state, self.states_below(roots, mask, before, 1, None)], 1)
+        return torch.cat([state, self.states_below(roots, Branches(mask, before, 1))], 1)
 
 
 class Marginals(Growth):
@@ -99,17 +98,8 @@ class Marginals(Growth):
         count = roots.tokens.shape[0]
         return (torch.arange(count, device=roots.tokens.device) * self.depth)[:, None]
 
-    def states_below(
-        self,
-        roots: Roots,
-        token: Tensor,
-        before: Tensor,
-        step: int,
-        mask: Tensor | None,
-        first: int | None = None,
-    ) -> Tensor:
-        del roots, token, step, mask, first
-        return before + 1
+    def states_below(self, roots: Roots, at: Branches) -> Tensor:  # noqa: ARG002
+        return at.before + 1
 
     def candidates(
         self,

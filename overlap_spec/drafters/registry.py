@@ -6,7 +6,7 @@ import importlib
 import inspect
 from pathlib import Path
 
-from overlap_spec.config import EngineConfig, drafter_names
+from overlap_spec.config import EngineConfig, drafter_names, own_class
 from overlap_spec.drafters.base import Drafter, MakeCache, Tables
 from overlap_spec.errors import ConfigError
 from overlap_spec.models import eagle3
@@ -28,19 +28,15 @@ def load_drafter(name: str) -> type[Drafter]:
     Raises:
         ConfigError: there is no such drafter, or what the name leads to is none.
     """
-    module, _, wanted = (ROW if "," in name else name).partition(":")
-    if not wanted and module not in drafter_names():
+    name = ROW if "," in name else name
+    own: type[Drafter]
+    if ":" in name:
+        own = own_class(name, Drafter, "algorithm")
+        return own
+    if name not in drafter_names():
         raise ConfigError(f"no drafter is called {name!r}; built: {', '.join(drafter_names())}")
-    path = module if wanted else f"overlap_spec.drafters.{module}"
-    try:
-        found = importlib.import_module(path)
-    except ImportError as error:
-        raise ConfigError(f"algorithm {name!r}: {error}") from error
-    if wanted:
-        drafter = getattr(found, wanted, None)
-        if not (inspect.isclass(drafter) and issubclass(drafter, Drafter)):
-            raise ConfigError(f"algorithm {name!r}: {wanted} is no Drafter of {module}")
-        return drafter
+    path = f"overlap_spec.drafters.{name}"
+    found = importlib.import_module(path)
     (own,) = (
         value
         for value in vars(found).values()

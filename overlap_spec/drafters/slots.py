@@ -14,14 +14,13 @@ import re
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import NOTHING, Drafter, HostDraft, MakeCache, Tables
+from overlap_spec.drafters.base import NOTHING, Drafter, HostDraft
 from overlap_spec.drafters.text_pool import best_first
-from overlap_spec.models.decoder import Decoder
 from overlap_spec.steps import (
     BY_NONE,
     BY_STOP,
@@ -446,13 +445,7 @@ class SlotDrafter(Drafter):
         self.grammars: OrderedDict[tuple[str, int], tuple[Table, Values]] = OrderedDict()
 
     @classmethod
-    def build(
-        cls,
-        config: EngineConfig,
-        target: Decoder,  # noqa: ARG003
-        tables: Tables,  # noqa: ARG003
-        make_cache: MakeCache,  # noqa: ARG003
-    ) -> Self:
+    def build(cls, config: EngineConfig, *_: Any, **__: Any) -> Self:
         return cls(config)
 
     def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:

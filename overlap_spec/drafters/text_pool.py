@@ -8,12 +8,12 @@ from abc import abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import Drafter, HostDraft, MakeCache, Tables
+from overlap_spec.drafters.base import Drafter, HostDraft
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.steps import History
 from overlap_spec.tiers import Tier
@@ -108,13 +108,7 @@ class LookupDrafter(Drafter, Generic[Index]):
         self.pools: OrderedDict[int, TextPool[Index]] = OrderedDict()
 
     @classmethod
-    def build(
-        cls,
-        config: EngineConfig,
-        target: Decoder,
-        tables: Tables,  # noqa: ARG003
-        make_cache: MakeCache,  # noqa: ARG003
-    ) -> Self:
+    def build(cls, config: EngineConfig, target: Decoder, *_: Any, **__: Any) -> Self:
         return cls(config, target.config.vocab_size)
 
     @abstractmethod

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
-from overlap_spec.drafters.fixed_tree import Shape, shape_of
 from overlap_spec.drafters.grafts import forced_first
 from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
 from overlap_spec.kernels import Noise, grow, rerank, top_candidates
@@ -30,6 +30,22 @@ class ChainLink(NamedTuple):
     options: Options | None
 
 
+class Branches(NamedTuple):
+    """Branches of a draft: ``token`` int64 ``(B, k)``, and ``before (B, k, H)``, the states from
+    which these came.
+
+    ``step``: their depth; of what is no tree, the first one's. ``mask`` bool ``(B, k, W)``: which
+    of all branches up to here each one sees; None: they are a chain, behind one that has all depths
+    before. ``first``: slot of the first one, counted from the root; None: every step has k.
+    """
+
+    token: Tensor
+    before: Tensor
+    step: int
+    mask: Tensor | None = None
+    first: int | None = None
+
+
 class Growth(ABC):
     """Grows chains and trees behind roots: ``top_k`` branches a step, and of all steps the best
     nodes are kept.
@@ -42,24 +58,8 @@ class Growth(ABC):
         """The states from which the roots' children come: ``(B, H)``."""
 
     @abstractmethod
-    def states_below(
-        self,
-        roots: Roots,
-        token: Tensor,
-        before: Tensor,
-        step: int,
-        mask: Tensor | None,
-        first: int | None = None,
-    ) -> Tensor:
-        """The states from which the children of ``token (B, k)`` come: ``(B, k, H)``.
-
-        Args:
-            before: ``(B, k, H)``: the states from which these came.
-            step: Their depth; of what is no tree, the first one's.
-            mask: bool ``(B, k, W)``: which of all branches up to here each one sees; None: they are
-                a chain, behind one that has all depths before.
-            first: Slot of the first one, counted from the root; None: every step has k.
-        """
+    def states_below(self, roots: Roots, at: Branches) -> Tensor:
+        """The states from which the children of branches come: ``(B, k, H)``."""
 
     @abstractmethod
     def candidates(
@@ -106,7 +106,7 @@ class Growth(ABC):
             standing: Where the grammars stand behind it.
         """
         # Everything before is an ancestor: plain causal attention.
-        state = self.states_below(roots, token, state, step, None)
+        state = self.states_below(roots, Branches(token, state, step))
         return self._link(roots, state, standing, step)
 
     def _link(
@@ -138,7 +138,7 @@ class Growth(ABC):
         before = state[:, None].expand(batch, k, -1)
         mask = torch.eye(k, dtype=torch.bool, device=device).expand(batch, k, k)
         for step in range(1, tier.steps):
-            out = self.states_below(roots, token, before, step, mask)
+            out = self.states_below(roots, Branches(token, before, step, mask))
             noise = roots.noise(step + 1, k)
             added, choices, options = self.candidates(out.flatten(0, 1), k, noise, standing)
             # A run goes on in the first branch: nothing outranks its score, nor comes before it.
@@ -172,7 +172,7 @@ class Growth(ABC):
             if step:
                 token, before = token[:, level.nodes], out[:, level.above]
                 score, mask = score[:, level.nodes], level.seen.expand(batch, -1, -1)
-                out = self.states_below(roots, token, before, step, mask, grown)
+                out = self.states_below(roots, Branches(token, before, step, mask, grown))
                 grown += len(level.nodes)
                 standing = standing and standing.among(batch, level.nodes)
             noise = roots.noise(step + 1, out.shape[1])
@@ -277,15 +277,8 @@ class TreeDrafter(Growth, Drafter):
     def root_states(self, roots: Roots) -> Tensor:
         return self.root_state[roots.rows]
 
-    def states_below(
-        self,
-        roots: Roots,
-        token: Tensor,
-        before: Tensor,
-        step: int,
-        mask: Tensor | None,
-        first: int | None = None,
-    ) -> Tensor:
+    def states_below(self, roots: Roots, at: Branches) -> Tensor:
+        token, before, step, mask, first = at
         batch, k = token.shape
         prefix = roots.positions + (1 if mask is not None else step)
         first = 1 + (step - 1) * k if first is None else first
@@ -315,3 +308,74 @@ def _renumber(parents: Tensor, kept: Tensor) -> Tensor:
     numbers = torch.arange(1, count + 1, device=kept.device).expand(batch, count)
     node.scatter_(1, kept + 1, numbers)
     return node.gather(1, parents.gather(1, kept) + 1)
+
+
+class Level(NamedTuple):
+    """The inner nodes of one depth, and their children; int64 unless said otherwise.
+
+    Attributes:
+        nodes ``(m,)``: which children of the level before they are.
+        above ``(m,)``: their parents among that level's inner nodes.
+        seen: bool ``(m, W)``: which of all inner nodes up to here, the root not counted, each one
+            sees: its ancestors and itself.
+        most: The most children that one of them has.
+        owner, rank ``(c,)``: of each child, its parent among ``nodes`` and its place there.
+    """
+
+    nodes: Tensor
+    above: Tensor
+    seen: Tensor
+    most: int
+    owner: Tensor
+    rank: Tensor
+
+
+class Shape(NamedTuple):
+    """A tree's levels from the root's on; in node order ``parents (M,)`` and, among the children
+    of all levels, each node's place ``order (M,)``: int64."""
+
+    levels: tuple[Level, ...]
+    parents: Tensor
+    order: Tensor
+
+
+@cache
+def shape_of(parents: tuple[int, ...], device: torch.device) -> Shape:
+    """The shape of a tree whose node n + 1 has the parent ``parents[n]``; 0 is the root.
+
+    Its tensors are made once: a recording cannot bring numbers from the host.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents, 1):
+        children.setdefault(parent, []).append(node)
+    above = [0, *parents]
+    levels: list[Level] = []
+    listed: list[int] = []
+    # Places of the inner nodes that are an inner node's ancestors, and its own.
+    path: dict[int, list[int]] = {0: []}
+    inner, before, candidates = [0], [0], [0]
+    grown = 0
+    while inner:
+        if levels:
+            for place, node in enumerate(inner, grown):
+                path[node] = [*path[above[node]], place]
+            grown += len(inner)
+        seen = torch.zeros(len(inner), grown, dtype=torch.bool)
+        for row, node in enumerate(inner):
+            seen[row, path[node]] = True
+        born = [(row, rank, n) for row, x in enumerate(inner) for rank, n in enumerate(children[x])]
+        levels.append(
+            Level(
+                torch.tensor([candidates.index(node) for node in inner], device=device),
+                torch.tensor([before.index(above[node]) for node in inner], device=device),
+                seen.to(device),
+                1 + max(rank for _, rank, _ in born),
+                torch.tensor([row for row, _, _ in born], device=device),
+                torch.tensor([rank for _, rank, _ in born], device=device),
+            )
+        )
+        before, candidates = inner, [node for _, _, node in born]
+        listed += candidates
+        inner = [node for node in candidates if node in children]
+    order = torch.tensor(listed).argsort()
+    return Shape(tuple(levels), torch.tensor(parents, device=device), order.to(device))

@@ -13,11 +13,11 @@ from overlap_spec.speculation.policy import (
     LengthPolicy,
     RequestOutcome,
     RequestView,
+    StaticPolicy,
     StepOutcome,
     StepView,
 )
-from overlap_spec.speculation.static import StaticPolicy
-from overlap_spec.steps import HostTrees, Int32s, StepResult
+from overlap_spec.steps import HostTrees, StepResult
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.drafter_guard import DrafterGuard
 
@@ -118,10 +118,10 @@ class Budgets:
         """Nothing comes of a step."""
         del self._views[index]
 
-    def note(self, request_ids: Sequence[int], trees: HostTrees, told: Int32s) -> None:
+    def note(self, request_ids: Sequence[int], trees: HostTrees) -> None:
         """Take in what the lane told of a step's trees: see :meth:`GrammarDrafts.note`."""
         if self._drafts is not None and self.widens:
-            self._drafts.note(request_ids, trees, told)
+            self._drafts.note(request_ids, trees)
 
     def observe(self, result: StepResult) -> None:
         """Tell the length policy what a step's trees got, and how long they took."""

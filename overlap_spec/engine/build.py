@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.budgets import Budgets
 from overlap_spec.engine.core import EngineCore
-from overlap_spec.engine.cost_model import cost_model
+from overlap_spec.engine.cost_model import cost_model, tier_costs
 from overlap_spec.engine.grammar_drafts import GrammarDrafts, wide_tier
-from overlap_spec.engine.preparation import Preparation
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
@@ -29,8 +28,8 @@ from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.worker.build import Room, build_streams, build_worker, overlap_mode
 from overlap_spec.worker.graphs import graph_size
-from overlap_spec.worker.jobs import prepare
 from overlap_spec.worker.warm_up import warm_up
+from overlap_spec.worker.worker import prepare, prepare_next
 
 # Prompt tokens of a step, if nobody says: running requests wait for them. A CPU computes longer
 # chunks no faster, token by token.
@@ -39,9 +38,9 @@ GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
 
 def build(
     config: EngineConfig, tokenizer: Tokenizer
-) -> tuple[EngineCore, GrammarCompiler, Preparation]:
-    """An engine's core, ready for its first step, what compiles its grammars, and what prepares
-    later steps.
+) -> tuple[EngineCore, GrammarCompiler, Iterator[bool]]:
+    """An engine's core, ready for its first step, what compiles its grammars, and its
+    :func:`preparation`.
 
     Raises:
         ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
@@ -66,8 +65,7 @@ def build(
         raise
     traits = core.worker.traits
     compiler.makes_states = traits.reads_states or traits.guided
-    preparation = Preparation(core.config, core.worker, core.scheduler, core.budgets)
-    return core, compiler, preparation
+    return core, compiler, preparation(core)
 
 
 def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
@@ -180,3 +178,25 @@ def reserve_tokens(window_tokens: int) -> int:
     slot of the newest token.
     """
     return 2 * window_tokens + 1
+
+
+def preparation(core: EngineCore) -> Iterator[bool]:
+    """Records what tiers lack, lest their first step wait for that (0.1 s and more), and measures
+    them all before the first request: one thing at a time, while no request runs.
+
+    Yields:
+        Whether there was something to do.
+    """
+    worker, measures = core.worker, core.policy.weighs_cost
+    while True:
+        tiers = core.policy.tiers
+        made = worker.do(prepare_next, tiers)
+        worker.rest()
+        # To measure is to write to pages.
+        asked = not made.get() and measures and not core.scheduler.allocator.touched
+        if asked:
+            measures = False
+            found = tier_costs(core.config, worker, nearest_tier(core.config, tiers), tiers)
+            if found is not None:
+                core.policy.calibrate(*found)
+        yield asked or made.get()

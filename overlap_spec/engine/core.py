@@ -18,8 +18,7 @@ from overlap_spec.stats import Standing
 from overlap_spec.steps import History, StepPlan, StepResult
 from overlap_spec.timeline import Timeline
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.jobs import clear
-from overlap_spec.worker.worker import Worker
+from overlap_spec.worker.worker import Worker, clear
 
 Run = tuple[Sequence, tuple[int, ...]]
 
@@ -118,9 +117,9 @@ class EngineCore:
             self._before = None
             return True
         if step.constrained:
-            drafted, rows, limits, runs = self.worker.trees(step)
-            self.grammar.fill(plan.verified_ids, drafted, rows, limits, runs)
-            self.budgets.note(plan.verified_ids, drafted, runs)
+            trees = self.worker.trees(step)
+            self.grammar.fill(plan.verified_ids, trees)
+            self.budgets.note(plan.verified_ids, trees)
         asks = self.worker.traits.asks_thinking and step.constrained
         self.worker.accept(step, self.grammar.free(plan, self.scheduler.running) if asks else ())
         self.worker.extend(step)

@@ -19,9 +19,10 @@ from overlap_spec.speculation.cost import (
     TierTime,
     VerifyTime,
     fit,
+    load_profile,
+    save_profile,
 )
 from overlap_spec.speculation.presets import load_policy
-from overlap_spec.speculation.profiles import load_profile, save_profile
 from overlap_spec.tiers import Tier
 from overlap_spec.timeline import Timeline
 from overlap_spec.worker.build import Room, build_streams, build_worker, machine_key

@@ -7,7 +7,6 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Unpack, overload
 
 from overlap_spec.config import EngineConfig
@@ -198,7 +197,7 @@ class Engine:
         samplings = each("sampling", sampling, len(prompts))
         asked = zip(prompts, grammars, samplings, strict=True)
         count = 1 if n is None else n
-        prepared = [self._prepare(p, g, s, count, **options) for p, g, s in asked]
+        prepared = [self._prepare(count, *each_one, **options) for each_one in asked]
         handles = self._enqueue([sequence for group in prepared for sequence in group])
         try:
             outputs = [self._wait(handle) for handle in handles]
@@ -238,7 +237,7 @@ class Engine:
         Raises:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`.
         """
-        return self._enqueue(self._prepare(prompt, grammar, sampling, 1, **options))[0]
+        return self._enqueue(self._prepare(1, prompt, grammar, sampling, **options))[0]
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.
@@ -327,9 +326,9 @@ class Engine:
             return busy
 
     def prepare_next(self) -> bool:
-        """Use an idle moment: see :class:`Preparation`; False if there is no use."""
+        """Use an idle moment for what later requests would wait for; False if there is no use."""
         with self._held():
-            return self.core.scheduler.idle and self._preparation.next()
+            return self.core.scheduler.idle and next(self._preparation)
 
     def _publish(self) -> None:
         """Bring the handles up to date."""
@@ -353,26 +352,16 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _prepare(
-        self,
-        prompt: Prompt,
-        grammar: Any,
-        sampling: Any,
-        count: int,
-        **options: Unpack[GenerateOptions],
+        self, count: int, *asked: Any, **options: Unpack[GenerateOptions]
     ) -> list[SequenceState]:
         """Check, tokenise and compile a request, for so many outputs: all its errors come before it
         is queued."""
         self._check_open()
-        request = self.input_processor.process(prompt, grammar, sampling, **options)
+        request = self.input_processor.process(*asked, **options)
         compiled, compile_ms = None, 0.0
         if request.grammar is not None:
             compile_start_ns = time.perf_counter_ns()

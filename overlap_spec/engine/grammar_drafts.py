@@ -18,11 +18,9 @@ from overlap_spec.steps import (
     TRIE_NODES,
     GrammarMap,
     HostTrees,
-    Int32s,
 )
 from overlap_spec.tiers import Budget, Tier
-from overlap_spec.worker import jobs
-from overlap_spec.worker.worker import Worker
+from overlap_spec.worker.worker import Worker, tell_drafts
 
 # Depth and nodes of a tree, root included, where the grammar knows what can come.
 WIDE_STEPS, WIDE_NODES = RUN_TOKENS - 1, 32
@@ -48,7 +46,7 @@ class GrammarDrafts:
         self._ahead: dict[int, int] = {}
         if worker.traits.reads_states:
             steps = token_steps(vocabulary.text, vocabulary.stop_ids)
-            worker.do(jobs.tell_drafts, {"texts": (0, steps)})
+            worker.do(tell_drafts, {"texts": (0, steps)})
 
     def enter(self, sequence: SequenceState) -> None:
         """Take a request's maps in before its first token; where there is no room it has none."""
@@ -60,7 +58,7 @@ class GrammarDrafts:
             if known is not None and part is not None:
                 base, new = part
                 if new:
-                    self._worker.do(jobs.tell_drafts, known.parts(base))
+                    self._worker.do(tell_drafts, known.parts(base))
                 standing.enter(known, base)
 
     def leave(self, request_id: int) -> None:
@@ -68,10 +66,11 @@ class GrammarDrafts:
         for parts in self._parts:
             parts.leave(request_id)
 
-    def note(self, request_ids: Sequence[int], trees: HostTrees, told: Int32s) -> None:
-        """Take in what the lane told ``(nodes, TOLD)`` of the nodes of a step's trees."""
+    def note(self, request_ids: Sequence[int], trees: HostTrees) -> None:
+        """Take in what the lane told of the nodes of a step's trees."""
         (full,) = np.diff(trees.offsets).nonzero()
-        longest = np.maximum.reduceat((told[:, :RUN_TOKENS] >= 0).sum(1), trees.offsets[full])
+        told = (trees.runs[:, :RUN_TOKENS] >= 0).sum(1)
+        longest = np.maximum.reduceat(told, trees.offsets[full])
         ids = [request_ids[n] for n in full.tolist()]
         self._ahead = dict(zip(ids, longest.tolist(), strict=True))
 

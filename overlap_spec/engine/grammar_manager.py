@@ -11,7 +11,7 @@ from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherCall, MatcherPool
 from overlap_spec.scheduler.sequence import UNTOLD
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
-from overlap_spec.steps import HostTrees, Int32s, Int64s, StepPlan
+from overlap_spec.steps import HostTrees, StepPlan
 from overlap_spec.timeline import hidden_fraction, union_ns
 
 
@@ -54,28 +54,18 @@ class GrammarManager:
         self._calls: list[MatcherCall] = []
         self._spent_ns = 0
 
-    def fill(
-        self,
-        request_ids: Sequence[int],
-        trees: HostTrees,
-        rows: Int32s,
-        limits: Int64s,
-        runs: Int32s,
-    ) -> None:
+    def fill(self, request_ids: Sequence[int], trees: HostTrees) -> None:
         """Write one mask row a node of each constrained request's tree, and the run behind it.
+
+        Rows of requests without a grammar, and of nodes that the walk does not reach, become zero.
 
         Args:
             request_ids: Whose the trees are, in their order.
-            rows: ``(nodes, words)``; rows of requests without a grammar, and of nodes that the walk
-                does not reach, become zero.
-            limits: ``(len(request_ids),)``: lowered to the depth down to which a request's rows
-                are good, if that is not the whole tree.
-            runs: ``(nodes, TOLD)``: what the grammar forces behind each node, -1 where there is
-                no more.
         """
         items, matchers = [], self.matchers
-        runs.fill(-1)
         tokens, child, sibling = trees.tokens, trees.first_child, trees.next_sibling
+        rows, runs = trees.rows, trees.runs
+        runs.fill(-1)
         for request_id, (first, end) in zip(
             request_ids, pairwise(trees.offsets.tolist()), strict=True
         ):
@@ -91,7 +81,7 @@ class GrammarManager:
             if item.error is not None:
                 self._fail(item.request_id, item.error)
             elif item.root_only:
-                limits[request_ids.index(item.request_id)] = 0
+                trees.limits[request_ids.index(item.request_id)] = 0
 
     def free(self, plan: StepPlan, sequences: Sequence[SequenceState]) -> list[bool]:
         """Whether each request that a step verifies is inside its model's thinking, after what it

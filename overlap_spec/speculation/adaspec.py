@@ -27,8 +27,8 @@ from overlap_spec.speculation.policy import (
     LengthPolicy,
     StepOutcome,
     StepView,
-    active_snapshot,
     slot_snapshot,
+    snapshot_of,
 )
 from overlap_spec.tiers import RAGGED_GAIN, Budget, DraftStop, Tier, kept_nodes
 
@@ -222,19 +222,15 @@ class AdaSpecPolicy(LengthPolicy):
 
     def snapshot(self) -> dict[str, Any]:
         tier, view = self._active, self._last
-        figures = {"count": self.count, "switches": self.switches}
         ema = accept_length = step_ms = None
         if view.batch:
             confidences = self.confidences.of(view)
             ema = sum(c ** (d + 1) for c in confidences for d in range(tier.steps)) / view.batch
             accept_length, step_ms = 1 + ema, self._ms(view, tier.steps, view.batch * tier.nodes)
-        slot = slot_snapshot(1, tier, list(self._by_steps)) | {"ema": ema} | figures
+        slot = slot_snapshot(1, tier, [*self._by_steps], ema, self.count, self.switches)
         reason = "greatest estimated goodput" if self.count else "nothing has run yet"
-        return {
-            "policy": "adaspec" if self.verifier else "adaspec_minus",
-            **figures,
-            "active": active_snapshot(tier, reason, accept_length, step_ms),
-            "slots": [slot],
+        name = "adaspec" if self.verifier else "adaspec_minus"
+        return snapshot_of(name, [slot], tier, reason, accept_length, step_ms) | {
             "cost": self.cost.model().to_dict(),
             "calibration": {
                 "constrained" if kind else "free": calibration.snapshot()

@@ -26,8 +26,8 @@ from overlap_spec.speculation.policy import (
     LengthPolicy,
     StepOutcome,
     StepView,
-    active_snapshot,
     slot_snapshot,
+    snapshot_of,
 )
 from overlap_spec.tiers import Budget, Tier
 
@@ -128,24 +128,18 @@ class AutoPolicy(LengthPolicy):
             self._decide(view, slot)
 
     def snapshot(self) -> dict[str, Any]:
-        slots = []
-        active = active_snapshot(self.tiers[0], "nothing has run yet")
+        slots, steps = [], [tier.steps for tier in self.tiers]
+        active: tuple[Any, ...] = (self.tiers[0], "nothing has run yet")
         if self._last.batch:
             here = self._slot(self._last)
             log_tokens, log_ms, _ = self._weigh(self._last)
             lengths = dict(zip(self.tiers, np.exp(log_tokens).tolist(), strict=True))
             step_ms = exp(log_ms[self.tiers.index(here.tier)])
-            active = active_snapshot(here.tier, here.reason, lengths[here.tier], step_ms)
-            for bound, slot in sorted(self._slots.items()):
-                told = slot_snapshot(bound, slot.tier, [tier.steps for tier in self.tiers])
-                figures = {"count": slot.count, "switches": slot.switches}
-                slots.append(told | {"ema": lengths[slot.tier] - 1} | figures)
-        return {
-            "policy": "auto",
-            "count": self.count,
-            "switches": sum(slot.switches for slot in self._slots.values()),
-            "active": active,
-            "slots": slots,
+            active = here.tier, here.reason, lengths[here.tier], step_ms
+            for bound, s in sorted(self._slots.items()):
+                ema = lengths[s.tier] - 1
+                slots.append(slot_snapshot(bound, s.tier, steps, ema, s.count, s.switches))
+        return snapshot_of("auto", slots, *active) | {
             "cost": self.cost.model().to_dict(),
             "probe_share": self._probes_ms / self._all_ms if self._all_ms else 0.0,
         }

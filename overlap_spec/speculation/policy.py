@@ -175,26 +175,84 @@ class LengthPolicy(ABC):
         """
 
 
-def active_snapshot(
-    tier: Tier, reason: str, accept_length: float | None = None, step_ms: float | None = None
+def slot_snapshot(
+    bound: int, tier: Tier, candidates: Sequence[int], ema: float | None, count: int, switches: int
 ) -> dict[str, Any]:
-    """A snapshot's ``active``."""
-    return {
-        "steps": tier.steps,
-        "top_k": tier.top_k,
-        "nodes": tier.nodes,
-        "reason": reason,
-        "estimated_accept_length": accept_length,
-        "estimated_step_ms": step_ms,
-    }
-
-
-def slot_snapshot(bound: int, tier: Tier, candidates: Sequence[int]) -> dict[str, Any]:
-    """What a snapshot says of a slot's choice, before its figures."""
+    """What a snapshot says of one range of batch sizes."""
     return {
         "min_batch_size": bound,
         "steps": tier.steps,
         "top_k": tier.top_k,
         "nodes": tier.nodes,
         "candidate_steps": list(candidates),
+        "ema": ema,
+        "count": count,
+        "switches": switches,
     }
+
+
+def snapshot_of(
+    name: str,
+    slots: Sequence[dict[str, Any]],
+    tier: Tier,
+    reason: str,
+    accept_length: float | None = None,
+    step_ms: float | None = None,
+) -> dict[str, Any]:
+    """A snapshot: of the slots, and of the active tier, what it is expected to bring and take."""
+    return {
+        "policy": name,
+        "count": sum(slot["count"] for slot in slots),
+        "switches": sum(slot["switches"] for slot in slots),
+        "active": {
+            "steps": tier.steps,
+            "top_k": tier.top_k,
+            "nodes": tier.nodes,
+            "reason": reason,
+            "estimated_accept_length": accept_length,
+            "estimated_step_ms": step_ms,
+        },
+        "slots": slots,
+    }
+
+
+def static_tier(steps: int, top_k: int, nodes: int | None) -> Tier:
+    """Tier of fixed settings.
+
+    Args:
+        nodes: Verified nodes, root included; None: all of a chain, at most 16 of a tree.
+
+    Nodes never exceed what can be drafted: steps + 1 in a chain, 1 + k + (steps - 1) k² in a tree.
+    """
+    if steps == 0:
+        return OFF
+    most = steps + 1 if top_k == 1 else 1 + top_k + (steps - 1) * top_k * top_k
+    if nodes is None:
+        nodes = most if top_k == 1 else 16
+    return Tier(steps, top_k, min(nodes, most))
+
+
+class StaticPolicy(LengthPolicy):
+    """One tier, whatever is accepted.
+
+    Args:
+        name: What the policy is called in its snapshot.
+        reason: Why that tier, for the snapshot.
+    """
+
+    def __init__(self, tier: Tier, name: str = "static", reason: str = "launch") -> None:
+        self.tiers, self.ignores = (tier,), LAUNCH if name == "off" else ()
+        self._name, self._reason = name, reason
+        self._budget = Budget(tier)
+        self._count = 0
+
+    def choose(self, view: StepView) -> Budget:  # noqa: ARG002
+        return self._budget
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self._count += bool(outcome.requests) and outcome.budget.tier == self._budget.tier
+
+    def snapshot(self) -> dict[str, Any]:
+        tier = self._budget.tier
+        slot = slot_snapshot(1, tier, [tier.steps], None, self._count, 0)
+        return snapshot_of(self._name, [slot], tier, self._reason)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -12,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.config import EngineConfig
+from overlap_spec.config import EngineConfig, own_class
 from overlap_spec.errors import ConfigError
-from overlap_spec.speculation.policy import OFF, LengthPolicy
-from overlap_spec.speculation.static import StaticPolicy, static_tier
+from overlap_spec.speculation.policy import OFF, LengthPolicy, StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotPolicy, SlotSettings
 from overlap_spec.speculation.tree_file import read_tree
 from overlap_spec.tiers import Tier
@@ -47,6 +44,9 @@ AUTO = "overlap_spec.speculation.auto:AutoPolicy"
 CHAINS = (0, 1, 2, 3, 4, 5, 6, 7)
 AUTO_CHAINS = (0, 1, 2, 3, 5, 7)
 AUTO_TREES = (Tier(3, 4, 16), Tier(5, 4, 16))
+_own: Callable[[str], Callable[..., LengthPolicy]] = partial(
+    own_class, kind=LengthPolicy, setting="adaptive policy"
+)
 
 
 def load_policy(
@@ -76,13 +76,13 @@ def load_policy(
         return StaticPolicy(OFF, name)
     if name in ("adaspec", "adaspec_minus"):
         chains = [static_tier(depth, 1, None) for depth in CHAINS]
-        return _of_class(ADASPEC)(chains, verifier=name == "adaspec")
+        return _own(ADASPEC)(chains, verifier=name == "adaspec")
     if name == "auto":
         chains = [static_tier(depth, 1, None) for depth in AUTO_CHAINS]
         tiers = dict.fromkeys((*chains, *(AUTO_TREES if trees else ()), launch))
-        return _of_class(AUTO)(tuple(tiers), launch)
+        return _own(AUTO)(tuple(tiers), launch)
     if re.fullmatch(r"[\w.]+:\w+", name_or_path):
-        return _of_class(name_or_path)(launch)
+        return _own(name_or_path)(launch)
     if top_k == 1 and nodes not in (None, steps + 1):
         raise ConfigError(
             f"num_draft_tokens: the chains of {name_or_path!r} verify all that they draft; leave "
@@ -92,17 +92,6 @@ def load_policy(
     settings = PRESETS[name] if name in PRESETS else read_config(name_or_path)
     slots = {bound: EmaSlot(slot, steps) for bound, slot in settings.items()}
     return SlotPolicy(name if name in PRESETS else name_or_path, slots, tier_of)
-
-
-def _of_class(name: str) -> Callable[..., LengthPolicy]:
-    module, _, wanted = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), wanted, None)
-    except ImportError as error:
-        raise ConfigError(f"adaptive policy {name!r}: {error}") from error
-    if not (inspect.isclass(found) and issubclass(found, LengthPolicy)):
-        raise ConfigError(f"adaptive policy {name!r}: {wanted} is no LengthPolicy of {module}")
-    return found
 
 
 def read_config(path: str) -> dict[int, SlotSettings]:
@@ -210,9 +199,8 @@ def policy_of(config: EngineConfig) -> LengthPolicy:
     # What a drafter of one's own can draft, only its launch tier tells.
     trees = ":" not in config.drafter
     policy = load_policy(config.adaptive, steps, top_k, config.num_draft_tokens, trees)
-    defaults = {f.name: f.default for f in fields(config)}
     for name in policy.ignores:
-        if getattr(config, name) != defaults[name]:
+        if getattr(config, name) != getattr(EngineConfig, name):
             raise ConfigError(
                 f"{name}: the length policy {config.adaptive!r} takes no account of it; leave it "
                 f"out: {getattr(config, name)!r}"

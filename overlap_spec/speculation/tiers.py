@@ -15,8 +15,8 @@ from overlap_spec.speculation.policy import (
     LengthPolicy,
     StepOutcome,
     StepView,
-    active_snapshot,
     slot_snapshot,
+    snapshot_of,
 )
 from overlap_spec.tiers import Budget, Tier
 
@@ -163,15 +163,14 @@ class SlotPolicy(LengthPolicy):
             slot.observe(tier.steps, outcome.accepted)
 
     def snapshot(self) -> dict[str, Any]:
+        tiers = [self._budgets[slot.steps].tier for slot in self._slots]
         slots = [
-            slot_snapshot(bound, self._budgets[slot.steps].tier, slot.candidates)
-            | {"ema": slot.ema, "count": slot.count, "switches": slot.switches}
-            for bound, slot in zip(self._bounds, self._slots, strict=True)
+            slot_snapshot(bound, tier, s.candidates, s.ema, s.count, s.switches)
+            for bound, tier, s in zip(self._bounds, tiers, self._slots, strict=True)
         ]
-        totals = {key: sum(slot[key] for slot in slots) for key in ("count", "switches")}
         slot = self._slot(self._last_batch)
-        active = active_snapshot(self._budgets[slot.steps].tier, slot.reason, 1 + slot.ema)
-        return {"policy": self.name, **totals, "active": active, "slots": slots}
+        tier = self._budgets[slot.steps].tier
+        return snapshot_of(self.name, slots, tier, slot.reason, 1 + slot.ema)
 
     def _slot(self, batch_size: int) -> EmaSlot:
         return self._slots[max(0, bisect_right(self._bounds, batch_size) - 1)]

@@ -228,8 +228,19 @@ class InFlightStep:
             places[every:][grammar[trees:]] = np.arange(count, count + len(ends))
             packed = np.concatenate([packed, alone], 1)
             offsets = np.concatenate([offsets, count + np.cumsum(grammar[trees:])])
-        tokens, child, sibling = packed
-        self.trees = HostTrees(tokens, child, sibling, offsets)
+        buffers, count = self.buffers, int(offsets[-1])
+        limits = buffers.limits.host.numpy()
+        limits.fill(plan.tier.steps)
+        tokens, first_child, next_sibling = packed
+        self.trees = HostTrees(
+            tokens,
+            first_child,
+            next_sibling,
+            offsets,
+            rows=buffers.masks.host[:count].numpy(),
+            limits=limits[: len(plan.verified)],
+            runs=buffers.runs.host[1 : 1 + count].numpy(),
+        )
         return self.trees
 
     @property

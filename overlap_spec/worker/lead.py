@@ -11,7 +11,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
-from overlap_spec.steps import HostTrees, Int32s, Int64s, StepPlan, StepResult
+from overlap_spec.steps import HostTrees, StepPlan, StepResult
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.messages import (
     Call,
@@ -112,7 +112,7 @@ class LeadWorker(Worker):
         self._verified = step.plan.index
         super().verify(step)
 
-    def trees(self, step: InFlightStep) -> tuple[HostTrees, Int32s, Int64s, Int32s]:
+    def trees(self, step: InFlightStep) -> HostTrees:
         with self._blaming():
             return super().trees(step)
 

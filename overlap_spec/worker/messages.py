@@ -137,7 +137,6 @@ def take_decision(step: InFlightStep, receive: Callable[[Tensor], None]) -> tupl
         step.read_trees()
         if int(told[1]) != _mark(step):
             raise RuntimeError("this rank has drafted other trees than rank 0: one is at fault")
-        step.buffers.limits.host.fill_(step.plan.tier.steps)
         step.buffers.limits.host[: len(limits)] = limits
         rows, runs = _body(step)
         body = torch.empty(runs.numel() + rows.numel(), dtype=torch.int32)
@@ -164,5 +163,4 @@ def _body(step: InFlightStep) -> tuple[Tensor, Tensor]:
     """The mask rows of a step's trees, and the runs behind their nodes, where the lane wrote
     them."""
     assert step.trees is not None
-    count = int(step.trees.offsets[-1])
-    return step.buffers.masks.host[:count], step.buffers.runs.host[1 : 1 + count]
+    return torch.from_numpy(step.trees.rows), torch.from_numpy(step.trees.runs)

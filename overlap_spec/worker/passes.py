@@ -127,25 +127,21 @@ class StepTensors:
     decided: Accepted = NOTHING
 
 
+@dataclass(eq=False)
 class CommittedTokens(Committed):
     """Committed tokens of one rectangle of trees, or of ragged chunks.
 
     ``slots`` int64 ``(T,)``: physical slots, the same in every cache; ``span``: what they see.
     """
 
-    def __init__(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        features: Tensor | None,
-        rows: Tensor,
-        last: Tensor,
-        slots: Tensor,
-        span: KeySpan,
-    ) -> None:
-        self.tokens, self.positions, self.features = tokens, positions, features
-        self.rows, self.last, self._slots, self._span = rows, last, slots, span
+    tokens: Tensor
+    positions: Tensor
+    features: Tensor | None
+    rows: Tensor
+    last: Tensor
+    slots: Tensor
+    span: KeySpan
 
     def attend(self, cache: DraftCache) -> Attend:
         assert isinstance(cache, KVPool)
-        return PagedAttend(cache, self._slots, replace(self._span, first=cache.first))
+        return PagedAttend(cache, self.slots, replace(self.span, first=cache.first))

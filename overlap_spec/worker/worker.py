@@ -15,8 +15,8 @@ from torch import Tensor
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, host_draft
 from overlap_spec.drafters.grafts import graft
-from overlap_spec.steps import History, HostTrees, Int32s, Int64s, StepPlan, StepResult
-from overlap_spec.tiers import Floats
+from overlap_spec.steps import History, HostTrees, Int64s, Part, StepPlan, StepResult
+from overlap_spec.tiers import Floats, Tier
 from overlap_spec.types import Request
 from overlap_spec.worker.batch import PlanUpload, uploaded
 from overlap_spec.worker.cuda_graphs import CudaGraphs
@@ -167,7 +167,7 @@ class Worker:
     @torch.inference_mode()
     def do(self, job: Callable[[Worker, Unpack[Ts]], T], *arguments: *Ts) -> Value[T]:
         """Queue ``job(worker, *arguments)`` on compute, between two steps; in all ranks. It is a
-        function of a module, such as are in :mod:`overlap_spec.worker.jobs`."""
+        function of a module, such as are at the end of this one."""
         self.tell("do", job, *arguments)
         return self.streams.compute.run(job.__name__, job, self, *arguments)
 
@@ -285,23 +285,12 @@ class Worker:
         if step.constrained and self.overlap == "none":
             step.events.verified.synchronize()
 
-    def trees(self, step: InFlightStep) -> tuple[HostTrees, Int32s, Int64s, Int32s]:
+    def trees(self, step: InFlightStep) -> HostTrees:
         """The drafted trees once they are on the host, and where their masks and runs go.
 
         Blocks until the trees are there: the step's one wait.
-
-        Returns:
-            The trees in the order of ``plan.verified``, their living nodes alone, and none of a
-            request without a grammar; int32 ``(nodes, words)``, a mask row for each of these
-            nodes; int64 ``(requests,)``, to be lowered to the depth down to which a request's
-            rows are good; int32 ``(nodes, TOLD)``, the run behind each node, and its state.
         """
-        trees, buffers = step.read_trees(), step.buffers
-        limits = buffers.limits.host.numpy()
-        limits.fill(step.plan.tier.steps)
-        nodes = int(trees.offsets[-1])
-        rows, runs = buffers.masks.host[:nodes], buffers.runs.host[1 : 1 + nodes]
-        return trees, rows.numpy(), limits[: len(step.plan.verified)], runs.numpy()
+        return step.read_trees()
 
     @torch.inference_mode()
     def accept(self, step: InFlightStep, free: Sequence[bool] = ()) -> None:
@@ -434,3 +423,29 @@ def _copy_results(step: InFlightStep) -> None:
 def _to_host(found: Tensor) -> Tensor:
     host = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
     return host.copy_(found, non_blocking=True)
+
+
+# Jobs, besides measuring and warming up
+
+
+def tell_drafts(worker: Worker, parts: dict[str, Part]) -> None:
+    """Enter what drafts read of grammars."""
+    worker.runner.told.write(parts)
+
+
+def prepare(worker: Worker, tier: Tier) -> None:
+    """Record a tier's passes for a single request, ahead of its first step, with a grammar or
+    without one."""
+    for told in {False, worker.runner.reads_states}:
+        worker.recordings.record(tier, False, told)
+
+
+def prepare_next(worker: Worker, tiers: Sequence[Tier]) -> bool:
+    """Record what one of these tiers lacks; False if they lack nothing."""
+    return worker.recordings.record_next(tiers)
+
+
+def clear(worker: Worker, pages: Sequence[int]) -> None:
+    """Zero pages that may hold NaN."""
+    for pool in worker.runner.caches:
+        pool.clear(tuple(pages))

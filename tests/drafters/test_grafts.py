@@ -9,17 +9,13 @@ import pytest
 import torch
 
 from overlap_spec.config import EMBEDDED
-from overlap_spec.drafters.base import HostDraft, Roots
+from overlap_spec.drafters.base import HostDraft
 from overlap_spec.drafters.grafts import forced_first, graft
 from overlap_spec.engine import Engine
-from overlap_spec.grammar.drafting.forced import ForcedRuns
-from overlap_spec.grammar.drafting.guesses import Guesses
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.tiers import Tier
 from overlap_spec.types import Output
-from tests.support import chaos
-from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, answer, key, lengths
+from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, answer, key, lengths, roots_of
 from tests.support.tiers import few
 
 
@@ -104,34 +100,6 @@ def test_a_matcher_that_fails_at_it_ends_its_own_request(
     assert outputs[1] is not None
     assert "no bytes behind" in str(outputs[1].error)
     assert key([outputs[0], outputs[2]]) == key([plain[0], plain[2]])
-
-
-@pytest.mark.ci
-def test_chaos_with_runs_that_are_often_wrong(
-    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = ForcedRuns.tokens
-
-    def corrupt(self: ForcedRuns, text: bytes, guesses: Guesses) -> list[int]:
-        run = right(self, text, guesses)
-        return [200 if at and (at + len(text)) % 3 == 0 else t for at, t in enumerate(run)]
-
-    first, settings = chaos.settings_of("tree", "crowded")
-    first += 4000
-    oracle = chaos.build(tiny, overlap="none", algorithm="none")
-    monkeypatch.setattr(ForcedRuns, "tokens", corrupt)
-    chaos.start(monkeypatch, first)
-    with oracle, chaos.build(tiny, **settings, adaptive="static") as engine:
-        chaos.outputs_equal(oracle, engine, first, 8)
-        assert engine.snapshot()["drafter"]["faults"] == 0
-
-
-def roots_of(forced: list[list[int]]) -> Roots:
-    none = torch.zeros(len(forced), dtype=torch.int64)
-    rows = torch.full((len(forced), RUN_TOKENS - 1), -1)
-    for row, run in zip(rows, forced, strict=True):
-        row[: len(run)] = torch.tensor(run)
-    return Roots(none, none[:, None], none, none, rows)
 
 
 def test_candidates_get_the_forced_token_first_and_stay_distinct() -> None:

@@ -78,29 +78,6 @@ def test_a_published_layout_computes_what_it_should(
     assert torch.allclose(scores[0], best.values, atol=2e-4)
 
 
-@pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 12}])
-@pytest.mark.parametrize(
-    "name", ["EAGLE-1/2, two layers", "EAGLE-3, three layers", "EAGLE-3.1, fc_norm and norm_output"]
-)
-def test_a_head_changes_no_text(
-    tiny: dict[str, Any], tmp_path: Path, name: str, tree: dict[str, Any]
-) -> None:
-    write(tmp_path / "head", LAYOUTS[name])
-    asked = {"max_tokens": 40, "temperature": 0}
-    texts = []
-    for settings in (
-        {"algorithm": "none"},
-        {"algorithm": LAYOUTS[name].algorithm, "draft": str(tmp_path / "head"), **tree},
-    ):
-        with Engine(**{**tiny, "adaptive": "static", **settings}) as engine:
-            outputs = engine.generate([PROMPT, "abc"], None, asked)
-            texts.append([output.token_ids for output in outputs])
-            faults = engine.snapshot()["drafter"]["faults"]
-            assert faults == 0
-    assert texts[0] == texts[1]
-    assert all(output.stats.drafted_tokens for output in outputs)
-
-
 def no_map(folder: Path) -> None:
     state = torch.load(folder / "pytorch_model.bin", weights_only=True)
     del state["d2t"]

@@ -63,17 +63,6 @@ def ask(folder: Path, **settings: Any) -> tuple[list[Output], int]:
         return outputs, engine.snapshot().get("drafter", {}).get("faults", 0)
 
 
-@pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 12}])
-@pytest.mark.parametrize("layout", ["DeepSeek's, embedding and head of its own", "MiMo"])
-def test_a_module_changes_no_text(tmp_path: Path, layout: str, tree: dict[str, Any]) -> None:
-    write(tmp_path, LAYOUTS[layout])
-    plain, _ = ask(tmp_path, algorithm="none", overlap="none")
-    outputs, faults = ask(tmp_path, algorithm="mtp", **tree)
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
-    assert faults == 0
-    assert all(output.stats.drafted_tokens for output in outputs)
-
-
 @torch.no_grad()
 def test_a_chain_reads_the_modules_own_output(tmp_path: Path) -> None:
     """Drafts of four steps are the oracle's, which runs over the whole text every time."""

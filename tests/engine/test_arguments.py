@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, Literal, get_type_hints
 
 import pytest
@@ -15,26 +15,33 @@ from typing_extensions import TypedDict
 
 from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams
 from overlap_spec.engine.input_processor import SamplingOptions
-from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
+from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest, RequestFailed
 
-Digit = Annotated[int, Field(ge=0, le=9)]
+Small = Annotated[int, Field(ge=0, le=99)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 class Point(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    x: Digit
+    x: Small
+    y: Small
 
 
 @dataclass
 class Pair:
     __pydantic_config__ = ConfigDict(extra="forbid")
-    left: Digit
+    left: Small
+    right: bool
 
 
 class Size(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
-    wide: Digit
+    wide: Small
+
+
+class Answer(Enum):
+    YES = "yes"
+    NO = "no"
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +77,36 @@ def test_keywords_are_all_fields_of_sampling() -> None:
     [
         ({"enum": [3]}, lambda v: v == 3),
         (Point, lambda v: isinstance(v, Point)),
-        (Pair, lambda v: isinstance(v, Pair)),
-        (Size, lambda v: 0 <= v["wide"] <= 9),
+        (Pair, lambda v: isinstance(v, Pair) and isinstance(v.right, bool)),
+        (Size, lambda v: 0 <= v["wide"] <= 99),
+        (Answer, lambda v: v in (Answer.YES, Answer.NO)),
         (Literal["up", "down"], lambda v: v in ("up", "down")),
         (re.compile("[ab]{3}"), lambda v: re.fullmatch("[ab]{3}", v)),
         (bool, lambda v: isinstance(v, bool)),
+        (Small, lambda v: 0 <= v <= 99),
         (Grammar.choice(["one"]), lambda v: v == "one"),
     ],
 )
 def test_a_schema_or_a_type_is_a_grammar(engine: Engine, grammar: Any, check: Any) -> None:
-    assert check(engine.generate("go", grammar).parsed)
     free, held = engine.generate(["go", "go"], [None, grammar], max_tokens=40)
     assert free.parsed is None
     assert check(held.parsed)
-    outputs = engine.generate(["go", "on"], grammar)
-    assert all(check(output.parsed) for output in outputs)
+    generator = Generator(engine, grammar)
+    assert check(generator("go"))
+    assert all(map(check, generator(["go", "on"], {"temperature": 1.0, "seed": 3})))
+
+
+def test_a_generator_compiles_once_and_at_once(engine: Engine) -> None:
+    before = engine.compiler.snapshot()["compiles"]
+    generator = Generator(engine, re.compile("[x-z]{5}"))
+    assert engine.compiler.snapshot()["compiles"] == before + 1
+    generator(["a", "b", "c"])
+    assert engine.compiler.snapshot()["compiles"] == before + 1
+    for wrong in (Grammar.ebnf("root ::= ("), object()):
+        with pytest.raises(GrammarError):
+            Generator(engine, wrong)
+    with pytest.raises(RequestFailed, match="raise max_tokens"):
+        Generator(engine, Point)("go", {"max_tokens": 2, "complete": False})
 
 
 def test_str_is_free_text_and_a_text_is_no_grammar(engine: Engine) -> None:
@@ -133,21 +155,3 @@ def test_unknown_settings_are_named_with_what_was_meant() -> None:
         AsyncEngine(max_model_len=3)
     with pytest.raises(InvalidRequest, match="'temprature'; did you mean 'temperature'"):
         SamplingParams.from_mapping({"temprature": 1})
-
-
-@pytest.mark.ci
-def test_the_async_engine_takes_the_same(tiny: dict[str, str]) -> None:
-    async def work() -> tuple[Any, Any, str]:
-        settings = {"num_steps": 3, "adaptive": "static"}
-        async with AsyncEngine(**tiny, **settings) as engine:
-            one = await engine.generate("go", Point, temperature=0.0)
-            many = await engine.generate(["go", "on"], [Pair, None], max_tokens=16)
-            with pytest.raises(InvalidRequest, match="did you mean 'max_tokens'"):
-                await engine.generate("go", max_token=3)  # type: ignore[call-overload]
-            pieces = [d.text async for d in engine.stream("go", {"enum": [5]}, seed=1)]
-            return one.parsed, many[0].parsed, "".join(pieces)
-
-    one, many, text = asyncio.run(work())
-    assert isinstance(one, Point)
-    assert isinstance(many, Pair)
-    assert text == "5"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams
 from overlap_spec.errors import (
@@ -23,14 +23,14 @@ from overlap_spec.errors import (
 )
 from overlap_spec.ipc import messages
 from overlap_spec.ipc.client import EngineClient
-from overlap_spec.types import Request
+from overlap_spec.types import Request, Verdict
 
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
 LONG = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
 
 
 class Digit(BaseModel):
-    digit: int
+    digit: int = Field(ge=0, le=9)
 
 
 ONE = Grammar.json_schema(Digit)
@@ -90,6 +90,31 @@ def test_it_gives_what_the_engine_gives(
         )  # fmt: skip
     assert raw == [run(runner, engine.generate(p, DATE, raw=True)).text for p in ("raw text", ids)]
     run(runner, check_idle(engine))
+
+
+def test_types_numbers_of_outputs_and_what_is_told_cross_over(
+    engine: AsyncEngine, runner: asyncio.Runner
+) -> None:
+    twins: dict[str, Any] = {"type": "array", "minItems": 2, "uniqueItems": True, "items": False}
+    twins["prefixItems"] = [{"type": "string", "maxLength": 0}] * 2
+    loose = Grammar.json_schema(twins, best_effort=True)
+
+    async def work() -> None:
+        one = await engine.generate("go", Digit, temperature=0.0)
+        assert isinstance(one.parsed, Digit)
+        pairs = await engine.generate(["go", "on"], {"enum": [1, 2]}, n=2, seed=5)
+        assert {output.parsed for pair in pairs for output in pair} <= {1, 2}
+        values = await Generator(engine, {"enum": [1, 2]})(["go", "on"], n=2, seed=5)
+        assert values == [[output.parsed for output in pair] for pair in pairs]
+        output = await engine.generate("go", loose)
+        assert output.verdict == Verdict(False, "$: ['', ''] has non-unique elements")
+        deltas = [delta async for delta in engine.stream("go", {"enum": [5], "format": "sku"})]
+        assert "".join(delta.text for delta in deltas) == "5"
+        assert "format 'sku' is not known" in deltas[-1].warnings[0]
+        with pytest.raises(InvalidRequest, match="did you mean 'max_tokens'"):
+            await engine.generate("go", max_token=3)  # type: ignore[call-overload]
+
+    run(runner, work())
 
 
 def test_streams_run_side_by_side(engine: AsyncEngine, runner: asyncio.Runner) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams, cli
+from overlap_spec import Engine, Generator, Grammar, SamplingParams
 from overlap_spec.errors import GrammarError, RequestFailed
 from overlap_spec.grammar import GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
@@ -23,8 +22,7 @@ from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.server.sglang import GenerateBody, SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Verdict
-from tests.support.serving import children, shared_server
-from tests.support.skips import needs_weights
+from tests.support.serving import children
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # No backend holds texts apart, and none reads a look-behind.
@@ -210,49 +208,6 @@ def test_a_generator_gives_no_value_that_is_not_valid(engine: Engine) -> None:
     assert Generator(engine, loose(RIGHT))("x") == ["", "a"]
     with pytest.raises(RequestFailed, match="non-unique"):
         Generator(engine, loose(WRONG))("x")
-
-
-@pytest.mark.ci
-def test_an_async_engine_gives_the_same(tiny: dict[str, str]) -> None:
-    async def work() -> tuple[Any, Any]:
-        settings = {"num_steps": 3, "adaptive": "static"}
-        async with AsyncEngine(**tiny, **settings) as engine:
-            output = await engine.generate("x", loose(WRONG))
-            return output, [delta async for delta in engine.stream("x", loose(RIGHT))]
-
-    output, deltas = asyncio.run(work())
-    assert output.verdict == Verdict(False, WHY)
-    assert deltas[-1].verdict == Verdict(True)
-
-
-def test_the_command_line_says_what_is_not_valid(
-    tiny: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flags = ["--model", tiny["model"], "--draft", tiny["draft"], "--best-effort", "--schema"]
-    monkeypatch.setattr(sys, "argv", ["overlap-spec", "generate", "x", *flags, json.dumps(WRONG)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    printed = capsys.readouterr()
-    assert (ended.value.code, printed.out) == (2, f"{WRONG_TEXT}\n")
-    assert printed.err == f"error: the output is not valid: {WHY}\n"
-
-
-@pytest.mark.ci
-@needs_weights
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_over_http(path: str, stream: bool) -> None:
-    server = shared_server()
-    form = {"type": "json_schema", "json_schema": {"schema": WRONG, "strict": False}}
-    prompt: dict[str, Any] = {"prompt": "x"}
-    if "chat" in path:
-        prompt = {"messages": [{"role": "user", "content": "x"}]}
-    reply = server.post(path, prompt | {"response_format": form, "stream": stream})
-    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
-    told = [c for line in lines or [reply.text] for c in json.loads(line)["choices"]]
-    assert [choice.get("verdict") for choice in told if choice["finish_reason"]] == [
-        {"valid": False, "reason": WHY}
-    ]
 
 
 def test_in_sglangs_shape() -> None:

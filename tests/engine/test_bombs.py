@@ -103,10 +103,3 @@ async def _all_at_once() -> None:
 @pytest.mark.slow
 def test_the_async_engine_outlives_all_at_once() -> None:
     asyncio.run(_all_at_once())
-
-
-def test_a_closed_engine_says_so() -> None:
-    engine = Engine()
-    engine.close()
-    with pytest.raises(EngineUnavailable, match="closed"):
-        engine.generate("hi")

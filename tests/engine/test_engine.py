@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,6 @@ from overlap_spec.errors import (
     GrammarError,
     InvalidRequest,
 )
-from overlap_spec.grammar.contract import Matcher
 from overlap_spec.speculation.presets import POLICY_NAMES
 from tests.support import checkpoints
 from tests.support.serving import wait_for
@@ -183,52 +182,30 @@ def test_bad_checkpoints_are_named(tiny: dict[str, str], tmp_path: Path) -> None
         Engine(tiny["model"], draft=str(tmp_path / "twice"))
 
 
-class Faulty(Matcher):
-    """A good matcher that fails in one way at one of its fills."""
+def make_faulty(matcher: Any, fault: str, released: threading.Event) -> None:
+    """Let a good matcher fail in one way at its fourth tree."""
+    fill_tree, fill, trees = matcher.fill_tree, matcher.fill, list[None]()
 
-    def __init__(self, inner: Matcher, fault: str) -> None:
-        self.inner, self.fault, self.fills = inner, fault, 0
-        self.released = threading.Event()
-        self.vocabulary = inner.vocabulary
-
-    def fill_tree(self, tokens: Any, first_child: Any, next_sibling: Any, rows: Any) -> None:
-        self.fills += 1
-        if self.fills == 4:
-            if self.fault == "raises":
+    def broken_tree(*links: Any) -> None:
+        *_, rows = links
+        trees.append(None)
+        if len(trees) == 4:
+            if fault == "raises":
                 raise RuntimeError("the matcher broke")
-            if self.fault == "hangs":
-                self.released.wait()
-            if self.fault == "garbage":
+            if fault == "hangs":
+                released.wait()
+            if fault == "garbage":
                 rows[:] = np.random.default_rng(0).integers(-(2**31), 2**31, rows.shape)
                 rows[:, 0] = 0
                 return
-        self.inner.fill_tree(tokens, first_child, next_sibling, rows)
+        fill_tree(*links)
 
-    def fill(self, row: Any) -> None:
-        if self.fills == 3 and self.fault == "hangs":
-            self.released.wait()
-        self.inner.fill(row)
+    def broken_fill(row: Any) -> None:
+        if len(trees) == 3 and fault == "hangs":
+            released.wait()
+        fill(row)
 
-    def accept(self, token_id: int) -> bool:
-        return self.inner.accept(token_id)
-
-    def rollback(self, count: int) -> None:
-        self.inner.rollback(count)
-
-    @property
-    def is_terminated(self) -> bool:
-        return self.inner.is_terminated
-
-    @property
-    def is_complete(self) -> bool:
-        return self.inner.is_complete
-
-    @property
-    def accepted_tokens(self) -> int:
-        return self.inner.accepted_tokens
-
-    def fork(self) -> Matcher:
-        raise NotImplementedError("not used here")
+    matcher.fill_tree, matcher.fill = broken_tree, broken_fill
 
 
 @pytest.mark.parametrize("fault", ["raises", "hangs", "garbage"])
@@ -242,8 +219,8 @@ def test_a_faulty_matcher_ends_its_own_request_only(tiny: dict[str, str], fault:
         for index, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True)):
             handle = engine.submit(prompt, grammar, sampling)
             if index == 3:
-                faulty = Faulty(engine.core.grammar.matchers[handle.request.id], fault)
-                engine.core.grammar.matchers[handle.request.id] = faulty
+                released = threading.Event()
+                make_faulty(engine.core.grammar.matchers[handle.request.id], fault, released)
             handles.append(handle)
         while any(t.output is None for t in handles):
             engine.step()
@@ -262,7 +239,7 @@ def test_a_faulty_matcher_ends_its_own_request_only(tiny: dict[str, str], fault:
             )
         if fault == "hangs":
             # Nobody waited for the call.
-            faulty.released.set()
+            released.set()
         assert engine.core.scheduler.allocator.in_use == 0
 
 
@@ -283,11 +260,20 @@ def test_a_type_that_refuses_its_output_costs_its_own_request_only(engine: Engin
     assert date.parsed == date.text == engine.generate("when", DATE).text
 
 
-def output_by(engine: Engine, matcher: type[Faulty]) -> Any:
-    """The output of a request whose matcher is wrapped by ``matcher``."""
+def output_by(engine: Engine, late: dict[str, Callable[..., None]]) -> Any:
+    """The output of a request before whose matcher's calls, by name, others are made."""
     handle = engine.submit("slow", DATE)
-    inner = engine.core.grammar.matchers[handle.request.id]
-    engine.core.grammar.matchers[handle.request.id] = matcher(inner, "none")
+    matcher = engine.core.grammar.matchers[handle.request.id]
+
+    def behind(before: Callable[..., None], call: Callable[..., Any]) -> Callable[..., Any]:
+        def both(*given: Any) -> Any:
+            before(*given)
+            return call(*given)
+
+        return both
+
+    for name, before in late.items():
+        setattr(matcher, name, behind(before, getattr(matcher, name)))
     while handle.output is None:
         engine.step()
     return handle.output
@@ -302,16 +288,14 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
     def limited() -> int:
         return sum(s.stats.limited_steps for s in engine.core.scheduler.running)
 
-    class Slow(Faulty):
-        def fill_tree(self, tokens: Any, first_child: Any, next_sibling: Any, rows: Any) -> None:
-            # Of a root alone nothing can be given up.
-            if len(tokens) > 1:
-                before = limited()
-                wait_for(lambda: limited() > before, 60)
-            self.inner.fill_tree(tokens, first_child, next_sibling, rows)
+    def until_given_up(tokens: Any, *_: Any) -> None:
+        # Of a root alone nothing can be given up.
+        if len(tokens) > 1:
+            before = limited()
+            wait_for(lambda: limited() > before, 60)
 
     with Engine(**{**tiny, "mask_deadline_ms": 200.0}, num_steps=3) as engine:
-        output = output_by(engine, Slow)
+        output = output_by(engine, {"fill_tree": until_given_up})
         assert output.error is None
         assert output.text == want.text
         # A busy machine may give up more of them.
@@ -324,21 +308,11 @@ def test_masks_that_are_late_cost_no_request(tiny: dict[str, str]) -> None:
     with Engine(**tiny, num_steps=3, overlap="none") as engine:
         want = engine.generate("slow", DATE)
 
-    class Slow(Faulty):
-        def fill(self, row: Any) -> None:
-            time.sleep(0.03)
-            self.inner.fill(row)
-
-        def fill_tree(self, *tree: Any) -> None:
-            time.sleep(0.03)
-            self.inner.fill_tree(*tree)
-
-        def accept(self, token_id: int) -> bool:
-            time.sleep(0.03)
-            return self.inner.accept(token_id)
+    def slow(*_: Any) -> None:
+        time.sleep(0.03)
 
     with Engine(**{**tiny, "mask_deadline_ms": 1.0}, num_steps=3) as engine:
-        output = output_by(engine, Slow)
+        output = output_by(engine, dict.fromkeys(("fill", "fill_tree", "accept"), slow))
         assert output.error is None
         assert output.text == want.text
         assert output.stats.limited_steps
@@ -375,51 +349,6 @@ def test_closing_ends_a_call_of_another_thread(tiny: dict[str, str]) -> None:
     thread.join(20)
     *_, last = stream
     assert last.finish_reason == "abort"
-
-
-def run_cli(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "overlap_spec", *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_cli_generates_text_alone_and_stats_on_stderr(tiny: dict[str, str]) -> None:
-    done = run_cli(
-        "generate", "-", "--model", tiny["model"], "--draft", tiny["draft"],
-        "--regex", r"\d{3}", "--stats", stdin="three digits",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().isdigit()
-    assert len(done.stdout.strip()) == 3
-    stats = json.loads(done.stderr.strip().splitlines()[-1])
-    assert stats["finish_reason"] == "stop"
-    assert stats["accept_length"] >= 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--schema", "{broken"], "schema"),
-        (["--schema", "no-such-file.json"], "no such file"),
-        (["--regex", "a", "--choice", "b"], "only one constraint"),
-        (["--temperature", "-3"], "temperature"),
-        (["--temprature", "1"], "No such option"),
-        (["--model", "/nonexistent"], "no such folder"),
-        (["--overlap", "sometimes"], "overlap"),
-        (["--speculative-algorithm", "medusa"], "must be one of"),
-    ],
-)
-def test_cli_errors_exit_with_2(tiny: dict[str, str], arguments: list[str], words: str) -> None:
-    model = [] if "--model" in arguments else ["--model", tiny["model"]]
-    done = run_cli("generate", "hello", *model, *arguments)
-    assert done.returncode == 2, (done.stdout, done.stderr)
-    assert words in done.stderr
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
 
 
 def test_trace_shows_every_lane(tiny: dict[str, str], tmp_path: Path) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from typing import Any
 
 import pytest
 
-from overlap_spec import AsyncEngine, Engine, cli
+from overlap_spec import Engine, cli
 from overlap_spec.grammar import Grammar
 from tests.support.serving import shared_server
 from tests.support.skips import needs_weights
@@ -59,36 +58,52 @@ def test_outputs_carry_the_warnings(tiny: dict[str, str]) -> None:
     assert [delta.warnings for delta in deltas] == [*[()] * (len(deltas) - 1), TOLD]
 
 
-@pytest.mark.ci
-def test_they_cross_to_another_process(tiny: dict[str, str]) -> None:
-    async def work() -> Any:
-        settings = {"num_steps": 3, "adaptive": "static"}
-        async with AsyncEngine(**tiny, **settings) as engine:
-            return await engine.generate("x", Grammar.json_schema(SCHEMA))
+# What the grammar tells of an output: a schema, how it is asked for, the text, and what is told.
+EMPTY = {"type": "string", "maxLength": 0}
+TWINS = {"type": "array", "minItems": 2, "uniqueItems": True, "items": False}
+TWINS["prefixItems"] = [EMPTY, EMPTY]
+WHY = "$: ['', ''] has non-unique elements"
+CASES = {
+    "warnings": (SCHEMA, [], '"a"', list(TOLD), 0, f"warning: {TOLD[0]}\n"),
+    "verdict": (
+        TWINS, ["--best-effort"], '["",""]', {"valid": False, "reason": WHY}, 2,
+        f"error: the output is not valid: {WHY}\n",
+    ),
+}  # fmt: skip
 
-    assert asyncio.run(work()).warnings == TOLD
 
-
-def test_the_command_line_warns(
-    tiny: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", CASES)
+def test_the_command_line_tells_it(
+    tiny: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
-    flags = ["--model", tiny["model"], "--draft", tiny["draft"], "--schema", json.dumps(SCHEMA)]
-    monkeypatch.setattr(sys, "argv", ["overlap-spec", "generate", "x", *flags])
-    cli.main()
+    schema, flags, text, _, status, told = CASES[name]
+    flags = ["--model", tiny["model"], "--draft", tiny["draft"], *flags, "--schema"]
+    monkeypatch.setattr(sys, "argv", ["overlap-spec", "generate", "x", *flags, json.dumps(schema)])
+    found = 0
+    try:
+        cli.main()
+    except SystemExit as ended:
+        found = int(ended.code or 0)
     printed = capsys.readouterr()
-    assert (printed.out, printed.err) == ('"a"\n', f"warning: {TOLD[0]}\n")
+    assert (found, printed.out, printed.err) == (status, f"{text}\n", told)
 
 
 @needs_weights
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_over_http(path: str, stream: bool) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_over_http(name: str, path: str, stream: bool) -> None:
     server = shared_server()
-    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
+    schema, _, _, told, *_ = CASES[name]
+    form = {"name": "a", "schema": schema, "strict": name == "warnings"}
     prompt: dict[str, Any] = {"prompt": "x"}
     if "chat" in path:
         prompt = {"messages": [{"role": "user", "content": "x"}]}
-    reply = server.post(path, prompt | {"response_format": form, "stream": stream})
+    asked = prompt | {"response_format": {"type": "json_schema", "json_schema": form}}
+    reply = server.post(path, asked | {"stream": stream})
     lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
-    told = [c for line in lines or [reply.text] for c in json.loads(line)["choices"]]
-    assert [c.get("warnings") for c in told if c["finish_reason"]] == [list(TOLD)]
+    choices = [c for line in lines or [reply.text] for c in json.loads(line)["choices"]]
+    assert [c.get(name) for c in choices if c["finish_reason"]] == [told]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
 
-from overlap_spec import AsyncEngine, Engine, Generator, Grammar
+from overlap_spec import Engine, Generator, Grammar
 from overlap_spec.chat_template import Rendering
 from overlap_spec.engine.arguments import as_tools
 from overlap_spec.errors import GrammarError, InvalidRequest
@@ -166,22 +165,3 @@ def test_n_outputs_of_a_prompt(engine: Engine) -> None:
             engine.generate("go", n=wrong)  # type: ignore[call-overload]
         assert caught.value.param == "n"
     assert engine.core.scheduler.allocator.in_use == 0
-
-
-@pytest.mark.ci
-def test_the_async_engine_and_generators_take_n(engine: Engine, tiny: dict[str, str]) -> None:
-    asked: dict[str, Any] = {"temperature": 1.2, "max_tokens": 12, "seed": 5}
-
-    async def work() -> tuple[Any, Any]:
-        settings = {"num_steps": 3, "adaptive": "static"}
-        async with AsyncEngine(**tiny, **settings) as made:
-            return (
-                await made.generate("go", n=3, **asked),
-                await Generator(made, {"enum": [1, 2]})(["go", "on"], n=2),
-            )
-
-    three, values = asyncio.run(work())
-    wanted = engine.generate("go", n=3, **asked)
-    assert [output.text for output in three] == [output.text for output in wanted]
-    assert [len(pair) for pair in values] == [2, 2]
-    assert {value for pair in values for value in pair} <= {1, 2}

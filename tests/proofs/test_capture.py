@@ -20,8 +20,6 @@ from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.cuda_graphs import CudaGraphs
-from overlap_spec.worker.drafts import Drafts
-from overlap_spec.worker.grammar_drafts import GrammarDrafts
 from overlap_spec.worker.model_runner import ModelRunner
 from tests.support import checkpoints
 from tests.support.capture import Capture, CaptureError, as_on_a_gpu, engine_of
@@ -261,97 +259,3 @@ def test_what_a_capture_refuses_is_found(
     with as_on_a_gpu(worker) as (capture, graphs, _), pytest.raises(CaptureError, match=why):
         record(graphs, tree_engine.core.policy.tiers, (2,))
     assert why in capture.refused[0]
-
-
-PLACES: dict[str, Callable[[pytest.MonkeyPatch, Fault], None]] = {}
-
-
-def place(function: Callable[[pytest.MonkeyPatch, Fault], None]) -> Any:
-    PLACES[function.__name__] = function
-    return function
-
-
-@place
-def draft(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    roots = Drafts.known_roots
-
-    def spoilt(drafts: Drafts, rows: Tensor, pages: Tensor) -> Any:
-        fault(rows)
-        return roots(drafts, rows, pages)
-
-    monkeypatch.setattr(Drafts, "known_roots", spoilt)
-
-
-@place
-def verify_packed(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    packed = ModelRunner.verify_packed
-
-    def spoilt(runner: ModelRunner, pack: Tensor, *rest: Tensor) -> Any:
-        fault(pack)
-        return packed(runner, pack, *rest)
-
-    monkeypatch.setattr(ModelRunner, "verify_packed", spoilt)
-
-
-@place
-def commit(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    enter = GrammarDrafts.enter
-
-    def spoilt(drafts: GrammarDrafts, rows: Tensor, *rest: Any) -> Tensor:
-        fault(rows)
-        return enter(drafts, rows, *rest)
-
-    monkeypatch.setattr(GrammarDrafts, "enter", spoilt)
-
-
-@place
-def extend(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    keep = ModelRunner._keep_features
-
-    def spoilt(runner: ModelRunner, rows: Tensor, *rest: Tensor) -> None:
-        fault(rows)
-        keep(runner, rows, *rest)
-
-    monkeypatch.setattr(ModelRunner, "_keep_features", spoilt)
-
-
-@pytest.mark.parametrize("where", PLACES)
-def test_a_read_is_found_wherever_it_is(
-    tree_engine: Engine, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    """Of the drafter's passes the fault is told as the drafter's."""
-
-    def reads(x: Tensor) -> None:
-        if capture.recording:
-            x.flatten()[0].item()
-
-    worker = tree_engine.core.worker
-    PLACES[where](monkeypatch, reads)
-    told: Exception | None = None
-    with as_on_a_gpu(worker) as (capture, graphs, _):
-        try:
-            record(graphs, tree_engine.core.policy.tiers, (2,))
-        except RuntimeError as error:
-            told = error
-        told, worker.guard.fault = told or worker.guard.fault, None
-    assert capture.refused
-    assert "reads a value" in str(told)
-
-
-def test_the_same_is_allowed_outside_of_a_capture(
-    tree_engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Uploads of the run that goes before each capture, which sets things up."""
-    made: list[Tensor] = []
-    within = ModelRunner._within
-
-    def caching(runner: ModelRunner, positions: Tensor) -> Tensor:
-        if not made:
-            made.append(torch.tensor([1, 2], device=positions.device))
-        return within(runner, positions)
-
-    monkeypatch.setattr(ModelRunner, "_within", caching)
-    capture, count, _, fault = captured(tree_engine, (2,))
-    assert made
-    assert (capture.refused, fault) == ([], None)
-    assert capture.graphs == count

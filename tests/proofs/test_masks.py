@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
 from tests.support import chaos
@@ -72,20 +71,3 @@ def test_no_mask_row_goes_up_that_no_grammar_reads(
     steps = uploaded(tiny, monkeypatch)
     assert all(sent == need for sent, need, _ in steps)
     assert sum(sent for sent, _, _ in steps) < BUDGET * sum(every for _, _, every in steps)
-
-
-def test_rows_of_requests_without_a_grammar_are_seen(
-    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All nodes, were each request's a grammar's."""
-    read = InFlightStep.read_trees
-
-    def wasteful(step: InFlightStep) -> Any:
-        everyone = tuple((number, row, True) for number, row, _ in step.plan.verified)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(vars(step.plan), "verified", everyone)
-            return read(step)
-
-    monkeypatch.setattr(InFlightStep, "read_trees", wasteful)
-    steps = uploaded(tiny, monkeypatch)
-    assert sum(sent for sent, _, _ in steps) > sum(need for _, need, _ in steps)

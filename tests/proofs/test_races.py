@@ -21,16 +21,14 @@ from overlap_spec.types import SamplingParams
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker import phases as phases_module
 from overlap_spec.worker import worker as worker_module
-from overlap_spec.worker.batch import Chunks, Staging
+from overlap_spec.worker.batch import Staging
 from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.extras import choices as choices_module
 from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep, Mirrored
-from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.held_graphs import all_columns, held_graphs
 from tests.support.race import (
-    HOST,
     PLAIN_NUMPY,
     PLAIN_TOLIST,
     ClockEvent,
@@ -65,7 +63,7 @@ def watch_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def lent(worker: Worker, step: InFlightStep) -> Any:
         found = trees(worker, step)
-        nodes = int(found[0].offsets[-1])
+        nodes = int(found.offsets[-1])
         buffers = step.buffers
         for buffer in (
             buffers.masks.host[:nodes],
@@ -188,23 +186,6 @@ def test_uploads_are_the_streams_own(tiny: dict[str, str], monkeypatch: pytest.M
     assert races(world) == []
 
 
-@pytest.mark.ci
-def test_an_upload_outside_of_the_streams_is_found(
-    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upload = World.upload
-
-    def misplaced(world: World, host: Tensor) -> Tensor:
-        with world.at_work(HOST, "host"):
-            return upload(world, host)
-
-    monkeypatch.setattr(World, "upload", misplaced)
-    with watched(tiny, monkeypatch, relaxed_topk=2, **HOSTED) as (world, engine):
-        serve_uploads(engine)
-    found = {race.label for race in world.races if race.other == "default"}
-    assert {"draft", "accept", "prefill"} <= found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("held", [False, True])
@@ -256,31 +237,3 @@ def test_a_wait_that_is_left_out_is_found(
                 serve(engine, seed, 1)
     assert world.waited[fault]
     assert races(world)
-
-
-@pytest.mark.ci
-def test_features_that_are_no_pages_are_not_read_unseen(
-    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks that begin with what padding left."""
-    extend = ModelRunner.extend_chunks
-
-    def misled(runner: Any, chunks: Chunks, *rest: Any) -> None:
-        padding = torch.full_like(chunks.pages, len(runner.page_features) - 1)
-        extend(runner, replace(chunks, pages=padding), *rest)
-
-    monkeypatch.setattr(ModelRunner, "extend_chunks", misled)
-    with watched(tiny, monkeypatch, num_steps=3, adaptive="static") as (world, engine):
-        serve(engine, 1000, 1)
-    assert {race.kind for race in world.races} == {"read of what holds nothing of"}
-
-
-@pytest.mark.ci
-def test_memory_that_is_let_go_too_early_is_found(
-    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a step keeps until all streams are through with it."""
-    monkeypatch.setattr(Buffers, "keep", property(lambda _: None, lambda *_: None), raising=False)
-    with watched(tiny, monkeypatch, num_steps=3, adaptive="static") as (world, engine):
-        serve(engine, 1000, 2)
-    assert [race for race in world.races if race.kind == "freed"]

@@ -1,5 +1,5 @@
 """What a GPU records is finite, made before the first request, and of known size; its passes have
-few kernels. A mutant of each is found."""
+few kernels. ``tests/mutants.py`` has a mutant of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from overlap_spec.kernels import Tree
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.tiers import Tier
-from overlap_spec.worker import cuda_graphs as graph_module
 from overlap_spec.worker import warm_up
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.build import graph_bytes
@@ -35,9 +34,8 @@ from overlap_spec.worker.graphs import (
     packed_size,
     packed_sizes,
     padded_size,
-    powers_of_two,
 )
-from overlap_spec.worker.in_flight import Buffers, Rotation
+from overlap_spec.worker.in_flight import Buffers
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.capture import Kernels, as_on_a_gpu, engine_of
@@ -109,48 +107,6 @@ def test_no_request_waits_for_a_recording_or_for_memory(
     assert made_while_serving(tiny, monkeypatch, **SERVED[name]) == (0, 0)
 
 
-def every_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged verifies of any number of nodes."""
-    monkeypatch.setattr(graph_module, "packed_size", lambda _, __, wanted: padded_size(wanted))
-
-
-def powers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of powers of two, as kernels differ."""
-    sizes = lambda of, most: [of.padded(n) for n in powers_of_two(most)]  # noqa: E731
-    monkeypatch.setattr(warm_up, "sizes", sizes)
-
-
-def one_kind_of_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    variants = warm_up.variants
-    monkeypatch.setattr(warm_up, "variants", lambda *of: variants(*of)[:1])
-
-
-def no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None but of the tier that each step takes."""
-    reserve = Rotation.reserve
-    monkeypatch.setattr(Rotation, "reserve", lambda self, t: reserve(self, tuple(t)[:1]))
-
-
-@pytest.mark.usefixtures("as_served_by_a_gpu")
-@pytest.mark.parametrize(
-    ("mutant", "late"),
-    few(
-        [(every_count, "recordings"), (powers_alone, "recordings"),
-         (one_kind_of_draft, "recordings"), (no_buffers, "buffers")],
-        (every_count, "recordings"), (no_buffers, "buffers"),
-    ),
-)  # fmt: skip
-def test_what_is_made_too_late_is_seen(
-    tiny: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    mutant: Callable[[pytest.MonkeyPatch], None],
-    late: str,
-) -> None:
-    mutant(monkeypatch)
-    recordings, buffers = made_while_serving(tiny, monkeypatch, **SERVED["chain"])
-    assert (recordings if late == "recordings" else buffers) > 0
-
-
 def test_verified_nodes_have_few_sizes_and_waste_little() -> None:
     for rows in (1, 2, 3, 8, 12, 32, 64):
         for nodes in (2, 6, 16, 32):
@@ -204,22 +160,6 @@ def test_outputs_of_all_graphs_fit_into_what_is_set_aside(chain_engine: Engine) 
     assert rest < 0.1 * graph_bytes(real, 3, nodes, torch.bfloat16)
 
 
-def test_outputs_that_do_not_share_their_memory_are_seen(
-    chain_engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = CudaGraphs.make_target
-
-    def apart(self: CudaGraphs, *of: Any) -> Any:
-        self._outputs = ()
-        return make(self, *of)
-
-    monkeypatch.setattr(CudaGraphs, "make_target", apart)
-    runner = chain_engine.core.worker.runner
-    own, _, nodes = outputs_of(chain_engine)
-    layers = len(runner.feature_layers)
-    assert own > graph_bytes(runner.target.config, layers, nodes, runner.pool.k.dtype)
-
-
 def at_start(worker: Worker, limits: Mapping[Tier, int]) -> int:
     """How many graphs a GPU records before the first request; nothing is recorded."""
 
@@ -254,27 +194,6 @@ def graphs_of(tiny: dict[str, Any], adaptive: str) -> tuple[int, ...]:
 def test_few_graphs_are_recorded_at_the_start(tiny: dict[str, Any], adaptive: str) -> None:
     found = graphs_of(tiny, adaptive)
     assert all(count <= most for count, most in zip(found, GRAPHS[adaptive], strict=True)), found
-
-
-def every_tier_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes behind the drafts is recorded for each tier."""
-    monkeypatch.setattr(graph_module, "_shape", lambda tier: tier)
-
-
-def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As finely as a CPU pads its batches."""
-    monkeypatch.setattr(graph_module, "graph_size", padded_size)
-
-
-@pytest.mark.parametrize("mutant", [every_tier_by_itself, every_size])
-def test_graphs_too_many_are_seen(
-    tiny: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    mutant: Callable[[pytest.MonkeyPatch], None],
-) -> None:
-    mutant(monkeypatch)
-    found = graphs_of(tiny, "auto")
-    assert all(count > most for count, most in zip(found, GRAPHS["auto"], strict=True)), found
 
 
 def test_sizes_of_graphs_are_few_and_near() -> None:
@@ -323,18 +242,6 @@ def test_drafts_have_few_kernels(chain_engine: Engine) -> None:
     # What the simulated device adds for them.
     assert own[False, True] - own[False, False] == TOLD_KERNELS
     assert wide[False, True] - own[False, True] == WIDE_KERNELS
-
-
-def test_a_kernel_too_many_is_seen(chain_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    within = Drafts.roots
-
-    def wasteful(drafts: Drafts, *of: Any) -> Any:
-        roots = within(drafts, *of)
-        return roots._replace(tokens=sum([roots.tokens.clone() for _ in range(20)], roots.tokens))
-
-    monkeypatch.setattr(Drafts, "roots", wasteful)
-    found, budget = kernels_of_drafts(chain_engine, False), BUDGETS["draft"]
-    assert all(found[kind] > budget[kind] for kind in ((False, False), (True, False)))
 
 
 def test_a_step_replays_the_draft_that_it_wants(

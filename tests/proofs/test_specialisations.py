@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.tiers import SlotPolicy
-from overlap_spec.worker import warm_up as warm_up_module
 from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.draft_phase import DraftPhase
 from tests.support import chaos
@@ -121,14 +120,6 @@ def test_tiers_are_warm_at_the_sizes_that_take_them(
 @pytest.mark.parametrize("tier", TIERS)
 def test_serving_random_requests_compiles_nothing(tiny: dict[str, str], tier: str) -> None:
     assert late(tiny, tier, range(310, 330)) == set()
-
-
-@pytest.mark.parametrize("forgotten", ["warm_sampler", "warm_chunk"])
-def test_a_start_that_forgets_a_part_is_seen(
-    tiny: dict[str, str], forgotten: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warm_up_module, forgotten, lambda *_: None)
-    assert late(tiny, "chain", range(0))
 
 
 def test_a_warm_start_leaves_no_trace(tiny: dict[str, str]) -> None:

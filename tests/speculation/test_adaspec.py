@@ -31,9 +31,9 @@ from overlap_spec.speculation.policy import (
     RequestView,
     StepOutcome,
     StepView,
+    static_tier,
 )
-from overlap_spec.speculation.presets import CHAINS, load_policy
-from overlap_spec.speculation.static import static_tier
+from overlap_spec.speculation.presets import CHAINS
 from overlap_spec.tiers import Budget, DraftStop, RowTimes, Tier, kept_nodes
 from tests.support.policies import told, view
 
@@ -338,15 +338,6 @@ def test_threshold_by_hand() -> None:
     assert threshold_steps(low, [[0.1] * 8]) == 8
 
 
-def test_threshold_where_no_step_can_be_stopped() -> None:
-    policy = ThresholdPolicy(OFF)
-    assert policy.choose(view(3)).tier.steps == 8
-    for _ in range(40):
-        policy.observe(outcome(0, (0.02,), policy.choose(view(1)).tier))
-    assert policy.choose(StepView((RequestView(0, 1),))).tier.steps == 1
-    assert policy.choose(view(1)).stop is None
-
-
 def test_what_is_verified_by_hand() -> None:
     """The elimination by hand above, on what the drafter said of each draft."""
     drafted = np.array([[0.9] * 3, [0.2] * 3])
@@ -362,9 +353,3 @@ def test_what_is_verified_by_hand() -> None:
     # The drafter of the second is right however unsure it is.
     stop.curves[1] = 1.0
     assert verified_lengths(stop, drafted) == [3, 3]
-
-
-def test_off_and_specinfer_never_change() -> None:
-    assert load_policy("off", 5, 4, 16).tiers == (OFF,)
-    (tier,) = load_policy("bench.baselines:SpecInfer", 5, 4, 16).tiers
-    assert tier == Tier(8, 1, 9)

@@ -21,11 +21,13 @@ from overlap_spec.speculation.cost import (
     TierTime,
     VerifyTime,
     fit,
+    load_profile,
     nonnegative,
+    profile_path,
+    save_profile,
     shape_of,
 )
 from overlap_spec.speculation.online_cost import OnlineCost
-from overlap_spec.speculation.profiles import load_profile, profile_path, save_profile
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.pass_times import PassTimes, Point
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,7 +12,7 @@ import pytest
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
-from overlap_spec.speculation.policy import LengthPolicy
+from overlap_spec.speculation.policy import LengthPolicy, StaticPolicy, static_tier
 from overlap_spec.speculation.presets import (
     POLICY_NAMES,
     PRESETS,
@@ -21,7 +20,6 @@ from overlap_spec.speculation.presets import (
     policy_of,
     read_config,
 )
-from overlap_spec.speculation.static import StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotSettings
 from overlap_spec.tiers import Tier
 from tests.support.policies import told, view
@@ -258,22 +256,6 @@ def test_batches_below_the_first_slot_use_it(tmp_path: Path) -> None:
     assert [policy.choose(view(size)).tier.steps for size in (1, 4, 15, 16)] == [2, 2, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("name", "ladders"),
-    [
-        ("default", {1: [1, 3, 7], 8: [1, 3], 32: [1]}),
-        ("Aggressive", {1: [1, 3, 7], 8: [1, 3, 7], 64: [1, 3], 128: [1, 3]}),
-        ("WITH_OFF", {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]}),
-    ],
-)
-def test_presets(name: str, ladders: dict[int, list[int]]) -> None:
-    policy = load_policy(name, 3, 1, 4)
-    slots = slots_of(policy)
-    assert {bound: slot["candidate_steps"] for bound, slot in slots.items()} == ladders
-    assert policy.tiers == tuple(chain(s) for s in sorted(set(itertools.chain(*ladders.values()))))
-    assert all(policy.choose(view(bound)).tier in policy.tiers for bound in ladders)
-
-
 # Slot: candidate steps, and what is not SGLang's default of a slot.
 PUBLISHED: dict[str, dict[int, tuple[tuple[int, ...], dict[str, float]]]] = {
     "default": {
@@ -312,6 +294,10 @@ def test_every_parameter_of_every_preset() -> None:
         }
         for name, slots in PUBLISHED.items()
     }
+    for name in PUBLISHED:
+        spelled = load_policy(name.upper().replace("_", "-"), 3, 1, 4)
+        told = {bound: slot["candidate_steps"] for bound, slot in slots_of(spelled).items()}
+        assert told == {bound: list(steps) for bound, (steps, _) in PUBLISHED[name].items()}
 
 
 def test_the_default_preset_leaves_three_steps_at_batch_8_as_published() -> None:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from overlap_spec.drafters.fixed_tree import shape_of
+from overlap_spec.drafters.tree_drafter import shape_of
 from overlap_spec.engine import Engine
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.kernels.triton.launch import Launch, recorded

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from overlap_spec.drafters.base import Roots
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
+from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.types import Output
 
 PERSON = Grammar.json_schema(
@@ -41,3 +45,12 @@ def lengths(outputs: list[Output]) -> list[tuple[int, ...]]:
         (o.stats.verifies, o.stats.accepted_grafts, o.stats.grafted_tokens, o.stats.illegal_drafts)
         for o in outputs
     ]
+
+
+def roots_of(forced: list[list[int]]) -> Roots:
+    """Roots behind each of which so much is forced."""
+    none = torch.zeros(len(forced), dtype=torch.int64)
+    rows = torch.full((len(forced), RUN_TOKENS - 1), -1)
+    for row, run in zip(rows, forced, strict=True):
+        row[: len(run)] = torch.tensor(run)
+    return Roots(none, none[:, None], none, none, rows)

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from overlap_spec.config import EMBEDDED, OVERLAP_MODES, EngineConfig
-from overlap_spec.errors import ConfigError
 from overlap_spec.models.packing import has_bfloat16
 from overlap_spec.worker import cores
 from overlap_spec.worker.build import build_streams, overlap_mode, pick_dtype, weight_bytes
@@ -136,12 +135,6 @@ def test_auto_reads_the_checkpoint(
     monkeypatch.setattr(cores, "BFLOAT16_BYTES", 1 << 30)
     assert pick_dtype(config, cpu) is torch.float32
     assert pick_dtype(config, gpu) is torch.bfloat16
-
-
-def test_the_setting() -> None:
-    with pytest.raises(ConfigError, match="threads must be an integer >= 1"):
-        EngineConfig.build(threads=0)
-    assert EngineConfig.build().threads is None
 
 
 @pytest.mark.skipif(

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from overlap_spec.engine import Engine
-from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.types import MOST_TOLD_DRAFTS, DraftTree, Fate, SamplingParams
+from overlap_spec.types import MOST_TOLD_DRAFTS, DraftTree, Fate
 from overlap_spec.worker.extras.draft_trees import draft_tree
 from tests.support.tiers import few
 
@@ -140,8 +139,3 @@ def test_nothing_is_copied_or_told_that_nobody_asked_for(tiny: dict[str, str]) -
             assert (copies > before) == asks
             assert all((delta.tree is not None) == asks for delta in deltas if delta.token_ids)
             before = copies
-
-
-def test_the_switch_is_a_boolean() -> None:
-    with pytest.raises(InvalidRequest, match="draft_trees must be true or false"):
-        SamplingParams.from_mapping({"draft_trees": 1})

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from overlap_spec.engine import Engine
-from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Origin, SamplingParams
 from overlap_spec.worker.extras.origins import token_origins
@@ -50,18 +49,3 @@ def test_engine_tells_origins(tiny: dict[str, str], tree: dict[str, int]) -> Non
         free = list(engine.stream("abc", None, SamplingParams(origins=True, max_tokens=9)))
         assert {o for d in free for o in d.origins} <= {"bonus", "drafted"}
         assert all(not d.origins for d in engine.stream("abc", grammar))
-
-
-def test_requests_without_speculation_share_a_batch(tiny: dict[str, str]) -> None:
-    with Engine(**tiny, adaptive="static", num_steps=3, context_length=160) as engine:
-        on, off = (SamplingParams(max_tokens=30, speculate=on) for on in (True, False))
-        outputs = engine.generate(["abcx"] * 2, None, [on, off])
-        assert outputs[0].token_ids == outputs[1].token_ids
-        assert outputs[1].stats.accept_length == 1
-        assert outputs[1].stats.drafted_tokens == 0
-        assert outputs[0].stats.drafted_tokens > 0
-
-
-def test_switches_are_booleans() -> None:
-    with pytest.raises(InvalidRequest, match="speculate must be true or false"):
-        SamplingParams.from_mapping({"speculate": "no"})

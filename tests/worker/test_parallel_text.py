@@ -214,25 +214,6 @@ def test_the_embedded_models_text_is_that_of_one_rank(alone: Engine, size: int) 
     assert drawn <= 1
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_random_model_of_eight_layers(tmp_path: Path, size: int) -> None:
-    """Random requests, half of them greedy, most with grammars, through trees in a roomy cache, and
-    through tiers of every length in one so small that requests pre-empt each other."""
-    shape = {"num_hidden_layers": 8, "hidden_size": 64, "intermediate_size": 160}
-    checkpoints.write_target(tmp_path / "target", **shape)
-    checkpoints.write_head(tmp_path / "eagle3", 1, (1, 4, 6), **{**shape, "num_hidden_layers": 1})
-    files = {"model": str(tmp_path / "target"), "draft": str(tmp_path / "eagle3")}
-    settings = {**files, "grammar_isolated": False, "mask_deadline_ms": None, **TREE}
-    tight = {**ROOM["crowded"], "max_total_tokens": 160, "adaptive": "default"}
-    with build(settings, overlap="none", algorithm="none") as oracle:
-        with build(settings, tensor_parallel_size=size) as engine:
-            outputs_equal(oracle, engine, 7, 8)
-        with build(settings, tensor_parallel_size=size, **tight) as engine:
-            outputs_equal(oracle, engine, 15, 4)
-            equal(oracle, engine, mixed())
-            assert engine.core.scheduler.preemptions > 0
-
-
 def test_a_draft_head_that_is_split(tmp_path: Path) -> None:
     """Its channels make it large enough; its vocabulary is not one that the ranks divide."""
     checkpoints.write_target(tmp_path / "target")

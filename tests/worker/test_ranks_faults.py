@@ -317,11 +317,3 @@ def test_a_follower_keeps_nothing_of_20000_steps(
     seen = followed(tiny, monkeypatch)
     assert len(seen) == 10
     assert not grows(seen), seen
-
-
-@pytest.mark.ci
-def test_what_a_follower_keeps_is_seen(
-    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Noting, "note", lambda _: None)
-    assert grows(followed(tiny, monkeypatch))

@@ -20,7 +20,7 @@ from overlap_spec.tiers import Budget, DraftStop, RowTimes, Tier
 from overlap_spec.types import Output
 from overlap_spec.worker.draft_stop import stops
 from overlap_spec.worker.graphs import padded_size
-from overlap_spec.worker.jobs import prepare_next
+from overlap_spec.worker.worker import prepare_next
 from tests.support import chaos, ragged
 from tests.support.policies import share_nodes
 from tests.support.ragged import SAMPLING

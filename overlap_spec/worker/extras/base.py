@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.errors import InvalidRequest
+from overlap_spec.config import own_class
+from overlap_spec.errors import ConfigError, InvalidRequest
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.steps import Chunk, Int32s, Int64s, RowResult, StepPlan
 from overlap_spec.types import Delta, Output, Request, SamplingParams
@@ -221,8 +222,13 @@ def load(name: str) -> type[Extra]:
     Raises:
         InvalidRequest: there is none.
     """
+    part: type[Extra]
     if ":" in name:
-        return _load_own(name)
+        try:
+            part = own_class(name, Extra, "parts:")
+        except ConfigError as error:
+            raise InvalidRequest(str(error), "parts") from None
+        return part
     if not (Path(__file__).parent / f"{name}.py").is_file():
         raise InvalidRequest(
             f"{name}: this installation is without that part (overlap_spec/worker/extras/{name}.py)"
@@ -232,17 +238,6 @@ def load(name: str) -> type[Extra]:
     module = importlib.import_module(f"{__package__}.{name}")
     types = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Extra))
     (part,) = (v for v in types if v.__module__ == module.__name__)
-    return part
-
-
-def _load_own(name: str) -> type[Extra]:
-    place, _, attribute = name.partition(":")
-    try:
-        part = getattr(importlib.import_module(place), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidRequest(f"parts: {name!r} cannot be imported: {error}", "parts") from None
-    if not (isinstance(part, type) and issubclass(part, Extra)):
-        raise InvalidRequest(f"parts: {name!r} is no subclass of {Extra.__name__}", "parts")
     return part
 
 
