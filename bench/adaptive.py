@@ -15,23 +15,20 @@ status is 1.
 Two clocks. The wall's holds all that the machine did meanwhile. *Equal steps* count each step of a
 shape (draft steps, branches, verified rows, trees, prefill beside them) at the median time that
 steps of its shape took in that phase, whichever policy drafted them, and what is no step at the
-median of the group's: that tells lengths from load. Intervals hold 95% of the ratios of the groups
-drawn again (bootstrap).
+median of the group's: that tells lengths from load.
 
 Fields of the last line, beside those of every record (``bench.common``):
     phases: In their order: ``name``, ``best`` (the fixed tier of most tokens per second),
         ``best_at_equal_steps``, ``policies`` (name → ``tokens_per_second``,
-        ``tokens_per_second_at_equal_steps``, ``tokens_per_cpu_second`` (the process's, on all
-        cores: steadier where other work has the processor), ``accept_length``, ``draft_length``,
-        ``seconds``, ``switches`` so far, ``of_best``, ``of_best_interval``, ``of_best_spread``,
-        ``of_best_at_equal_steps``, ``of_best_at_equal_steps_interval``): ``draft_length`` is
-        drafted tokens a verify, ``of_best`` the rate over the best fixed tier's in that phase, by
-        either clock, and ``of_best_spread`` that of the groups one by one, by the wall's.
+        ``tokens_per_second_at_equal_steps``, ``accept_length``, ``draft_length`` (drafted tokens a
+        verify), ``seconds``, ``switches`` so far, ``of_best`` and ``of_best_at_equal_steps`` (the
+        rate over the best fixed tier's in that phase, by either clock)).
     worst_of_best, worst_of_best_at_equal_steps: Adaptive policy → least ratio of all phases. The
         published promise of adaptive drafting is 0.97.
     whole, whole_at_equal_steps: Policy → tokens per second of all phases, as many tokens of each.
     whole_over: Adaptive policy → ``over`` (the best of all fixed tiers over the whole), ``ratio``
-        and ``interval`` of the rates of the whole, at equal steps.
+        of the rates of the whole, at equal steps, and ``interval``, which holds 95% of the ratios
+        of the groups drawn again (bootstrap).
     calibration: Policy → ``free`` and ``constrained`` → bins of ``confidence``, ``accepted``
         (share) and ``trials``; of the policies that weigh the drafter's confidence.
     equal: Outputs are the same under all policies.
@@ -40,22 +37,19 @@ Fields of the last line, beside those of every record (``bench.common``):
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from statistics import median
 from typing import Any
 
-from bench.common import Run, fail, flags, rounded, spread
+from bench.common import Run, command, fail, flags, positive
 from bench.measure import measure
-from bench.targets import add_model_flags, check_model_flags, model_settings
+from bench.targets import add_model_flags, model_settings
 from bench.turns import Turns, install
 from bench.workloads import Ask
 from examples.embedded_model.data import held_out_cases
 from overlap_spec.engine import Engine
-from overlap_spec.errors import OverlapSpecError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.presets import load_policy
 
@@ -149,13 +143,11 @@ def run_phases(
                 said = {}
                 for name in order.sample(names, len(names)):
                     turns.take(name)
-                    cpu_start = time.process_time()
                     result = measure(engine, asks)
-                    cpu_seconds = time.process_time() - cpu_start
                     said[name] = [output.token_ids for output in result.outputs]
                     switches = turns.snapshot()["switches"]
-                    raw = result.raw() | {"switches": switches, "cpu_seconds": cpu_seconds}
-                    run.sample(phase=phase, policy=name, group=number, **raw, ran=turns.steps)
+                    place = {"phase": phase, "policy": name, "group": number}
+                    run.sample(**place, **result.raw(), switches=switches, ran=turns.steps)
                 first = names[0]
                 for name in names:
                     if said[name] != said[first]:
@@ -208,21 +200,12 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
             policies[name] = {
                 "tokens_per_second": rates[name],
                 "tokens_per_second_at_equal_steps": equal[name],
-                "tokens_per_cpu_second": _rate(row, "cpu_seconds"),
                 "accept_length": _per_verify(row, "verified_tokens"),
                 "draft_length": _per_verify(row, "drafted_tokens"),
                 "seconds": sum(s["seconds"] for s in row),
                 "switches": row[-1]["switches"],
                 "of_best": rates[name] / rates[best],
-                "of_best_interval": _interval(row, rows[best], "seconds", drawn),
-                "of_best_spread": spread(
-                    _rate([mine]) / _rate([other])
-                    for mine, other in zip(row, rows[best], strict=True)
-                ),
                 "of_best_at_equal_steps": equal[name] / equal[equal_best],
-                "of_best_at_equal_steps_interval": _interval(
-                    row, rows[equal_best], "equal_seconds", drawn
-                ),
             }
         found.append(
             {"name": phase, "best": best, "best_at_equal_steps": equal_best, "policies": policies}
@@ -265,19 +248,6 @@ def _worst(phases: Sequence[dict[str, Any]], names: Sequence[str], field: str) -
     return {name: min(phase["policies"][name][field] for phase in phases) for name in names}
 
 
-def _interval(
-    row: Sequence[dict[str, Any]],
-    other: Sequence[dict[str, Any]],
-    clock: str,
-    drawn: Sequence[Sequence[int]],
-) -> list[float]:
-    """Of a policy's rate over another's, with the groups drawn again."""
-    return _middle(
-        [_rate([row[g] for g in each], clock) / _rate([other[g] for g in each], clock)
-         for each in drawn]
-    )  # fmt: skip
-
-
 def _middle(ratios: Sequence[float]) -> list[float]:
     """What 95% of them lie between."""
     ordered = sorted(ratios)
@@ -301,9 +271,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("adaptive", "Adaptive draft lengths against static ones.")
     add_model_flags(parser)
-    parser.add_argument("--batch", type=int, default=1, help="requests at once (default 1)")
-    parser.add_argument("--busy", type=int, default=16, help="of the busy phase (default 16)")
-    parser.add_argument("--groups", type=int, help="of requests a phase (default 40, quick 8)")
+    parser.add_argument("--batch", type=positive, default=1, help="requests at once (default 1)")
+    parser.add_argument("--busy", type=positive, default=16, help="of the busy phase (default 16)")
+    parser.add_argument("--groups", type=positive, help="of requests a phase (40; 8 with --quick)")
     parser.add_argument(
         "--policies", default=",".join(POLICIES), help="which, by name, with commas between"
     )
@@ -312,13 +282,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.policies if name not in POLICIES]
     if unknown or not FIXED.keys() & set(options.policies):
         parser.error(f"--policies: of {', '.join(POLICIES)}, and one of the first six at least")
-    check_model_flags(parser, options)
-    if min(options.batch, options.busy, options.groups or 1) < 1:
-        parser.error("--batch, --busy and --groups must be at least 1")
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     options = parse(arguments)
     size = QUICK if options.quick else FULL
@@ -332,24 +300,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "prefix_cache": False,
         "context_length": 1024,
     }
-    try:
-        settings |= model_settings(options, run.console)
-        with Engine(**settings) as engine:
-            # As a server does before it is ready.
-            engine.compiler.warm()
-            turns = install(engine, {n: load_policy(*POLICIES[n]) for n in options.policies})
-            measure(engine, [Ask("Warm up.", None, 8)])
-            work = phases(options.seed, size, options.batch, options.busy)
-            wrong = list(run_phases(engine, turns, options.policies, work, run))
-            states = turns.states()
-            calibration = {n: s["calibration"] for n, s in states.items() if "calibration" in s}
-    except OverlapSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    record = summary(run.samples)
+    with Engine(**settings, **model_settings(options, run.console)) as engine:
+        # As a server does before it is ready.
+        engine.compiler.warm()
+        turns = install(engine, {n: load_policy(*POLICIES[n]) for n in options.policies})
+        measure(engine, [Ask("Warm up.", None, 8)])
+        work = phases(options.seed, size, options.batch, options.busy)
+        wrong = list(run_phases(engine, turns, options.policies, work, run))
+        states = turns.states()
     run.finish(
         size.groups,
-        **rounded(record | {"calibration": calibration}),
+        **summary(run.samples),
+        calibration={n: s["calibration"] for n, s in states.items() if "calibration" in s},
         batch=options.batch,
         busy=options.busy,
         equal=not wrong,

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Run, flags, mean, percentile, rounded
+from bench.common import Run, flags, mean, percentile
 from bench.simulated import rates_of, tokens_of
 from bench.traces import (
     ACCEPTANCE,
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     count = 40 if options.quick else 300
     for number in options.figure or FIGURES:
         run.sample(figure=number, data=FIGURES[number](count, options.seed))
-    run.finish(1, **rounded({f"figure_{s['figure']}": s["data"] for s in run.samples}))
+    run.finish(1, **{f"figure_{s['figure']}": s["data"] for s in run.samples})
 
 
 if __name__ == "__main__":

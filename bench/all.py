@@ -8,7 +8,7 @@ reason. A benchmark that fails is named at the end (exit status 1); the others s
 default folder is ``build/bench``.
 
 Not among them: ``bench.side_by_side``, which needs another work tree, ``bench.step_cost``, which it
-runs, and ``bench.check``, which runs the :data:`USUAL`.
+runs, and ``bench.check``, which holds the records of the :data:`USUAL` to what is expected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import torch
 from bench import report
 from bench.common import ROOT, fail
 
-# What ``bench.check`` holds to what is expected.
 USUAL = ("counts", "overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
 OTHERS = (
     "embedded", "drafters", "forced", "traces", "adaspec", "scaling", "parts", "quantization",

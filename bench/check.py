@@ -1,16 +1,15 @@
 """Holds a run against what is expected of it: ``bench/expected.json``.
 
-``python -m bench.check`` runs the usual benchmarks in their quick sizes and compares; ``--ci`` runs
-a subset whose counts matter, in about a minute; ``--records FOLDER`` compares records that are
-there already. ``--update`` writes the counts that were found into ``expected.json`` instead.
+``python -m bench.check --ci`` runs benchmarks at sizes of its own, whose counts matter, in about a
+minute; ``--records FOLDER`` compares records that are there already, as of ``bench.all``.
+``--update`` writes the counts that were found into ``expected.json`` instead.
 
 An expectation names a benchmark and the path of a figure in its record. With ``equals`` it is a
 count or a verdict: another figure is a change of what is computed, or of what a step costs whatever
 the machine (``bench.counts``). With ``between`` it is a ratio of what ran in turns, whose band is
-wide, as machines are noisy. The exit status is 1 where one does not hold. A benchmark that was not
-run is skipped, unless it was to run here: then that it failed, or that a figure is not in its
-record, is an error too. ``ci`` expectations hold for the sizes of ``--ci`` alone, ``quick`` ones
-for ``--quick``; those without ``sizes`` hold for all.
+wide, as machines are noisy. The exit status is 1 where one does not hold, where a benchmark failed,
+or where a figure is not in its record; one that has no record is skipped. ``ci`` expectations hold
+for the sizes of ``--ci`` alone, ``quick`` ones for ``--quick``; those without ``sizes`` for all.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bench import all as everything
 from bench import report
 from bench.common import ROOT, fail
 from overlap_spec.errors import ConfigError
@@ -127,26 +125,17 @@ def tell(findings: Sequence[Finding]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.check", description="Are figures kept?")
-    parser.add_argument("--ci", action="store_true", help="a subset, in about a minute")
-    parser.add_argument("--records", type=Path, metavar="FOLDER", help="compare these instead")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--ci", action="store_true", help="run what takes about a minute")
+    what.add_argument("--records", type=Path, metavar="FOLDER", help="compare these instead")
     parser.add_argument("--update", action="store_true", help="write what was found")
     options = parser.parse_args(arguments)
-    if options.ci and options.records is not None:
-        parser.error("--ci runs benchmarks, --records does not: give one of them")
     expectations = json.loads(EXPECTED.read_text(encoding="utf-8"))
-    failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="overlap-spec-check-") as temporary:
         folder: Path = options.records or Path(temporary)
-        if options.ci:
-            failed = run_ci(folder)
-        elif options.records is None:
-            plain = argparse.Namespace(
-                folder=folder, full=False, only=everything.USUAL, resume=False, seed=0, gsm8k=None,
-                schemas=None, suite=None,
-            )  # fmt: skip
-            failed = everything.run_all(plain)
+        failed = run_ci(folder) if options.ci else []
         try:
-            records = {record["bench"]: record for record, _ in report.read_records(folder)}
+            records = {record["bench"]: record for record in report.read_records(folder)}
         except ConfigError as error:
             fail(f"{error}; failed: {', '.join(failed)}")
     quick = all(record["quick"] for record in records.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import httpx
 
@@ -17,7 +16,6 @@ from overlap_spec.load.client import Answer, Client
 from overlap_spec.load.servers import served_model
 
 TIMEOUT_S = 600.0
-INFO_ROUTES = ("/server_info", "/get_server_info")
 
 
 class ServerSystem:
@@ -56,17 +54,6 @@ class ServerSystem:
 
     def close(self) -> None:
         """The server is not ours to end."""
-
-    def accept_length(self) -> float | None:
-        """The server's own average since it started, where it tells one."""
-        for route in INFO_ROUTES:
-            try:
-                answer = httpx.get(self.url + route, headers=self.headers, timeout=10)
-                if answer.status_code == 200:
-                    return _find_number(answer.json(), "avg_spec_accept_length")
-            except (httpx.HTTPError, ValueError):
-                continue
-        return None
 
     def _first_model(self) -> str:
         try:
@@ -109,17 +96,3 @@ def _reply(answer: Answer, end: float) -> Reply:
         end_to_end_ms=1e3 * (end - answer.due),
         error=answer.error,
     )
-
-
-def _find_number(data: Any, name: str) -> float | None:
-    """The first number called ``name`` anywhere in plain data."""
-    if isinstance(data, dict):
-        if isinstance(data.get(name), int | float):
-            return float(data[name])
-        data = list(data.values())
-    if isinstance(data, list):
-        for item in data:
-            found = _find_number(item, name)
-            if found is not None:
-                return found
-    return None

@@ -11,10 +11,9 @@ Fields of the last line, beside those of every record (``bench.common``): ``pref
 ``prefix_tokens``, ``kv_tokens``, ``clients``, and ``rows``, each with ``replicas`` (0: one engine
 without Ray), ``routing``, ``requests``, ``failed``, ``seconds``, ``requests_per_second``,
 ``output_tokens_per_second``, ``ttft_ms``, ``tpot_ms``, ``e2e_ms`` (each ``mean``, ``p50``, ``p90``,
-``p99``), ``hit_rate`` (share of the prompts' tokens that were found computed), ``by_replica``
-(prompt tokens of each), ``pieces`` (events with text), and ``cpu_ms`` (processor time for a request
-of the engines, fronts, proxies, Ray's other processes, and this client). ``hit_gain`` is the hit
-rate with the router over that in turn.
+``p99``), ``hit_rate`` (share of the prompts' tokens that were found computed), and ``cpu_ms``
+(processor time for a request of the engines, fronts, proxies, Ray's other processes, and this
+client). ``hit_gain`` is the hit rate with the router over that in turn.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import argparse
 import asyncio
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +30,10 @@ from typing import Any
 
 import httpx
 
-from bench.common import Run, fail, flags, rounded
+from bench.common import Run, command, fail, flags
 from bench.served import Served
 from bench.workloads import CITIES, NAMES, QUESTIONS, Ask
 from overlap_spec.cluster import require_ray
-from overlap_spec.errors import ConfigError
 from overlap_spec.load.client import Answer, Client, closed_loop
 from overlap_spec.load.measure import Round, summary
 from overlap_spec.load.servers import read_metrics
@@ -117,23 +114,14 @@ def children(pid: int) -> dict[int, str]:
 def cpu_ms(pid: int) -> dict[str, float]:
     """Processor time so far of the processes below one, by role."""
     total = dict.fromkeys([*ROLES, "others"], 0.0)
-    for each, command in children(pid).items():
-        role = next((role for role, pattern in ROLES.items() if pattern.search(command)), "others")
+    for each, line in children(pid).items():
+        role = next((role for role, pattern in ROLES.items() if pattern.search(line)), "others")
         try:
             fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         total[role] += (int(fields[11]) + int(fields[12])) * TICK_MS
     return total
-
-
-def by_replica(client: httpx.Client, url: str) -> dict[str, float]:
-    """Prompt tokens of each replica so far."""
-    pattern = re.compile(
-        r'^overlap_spec:prompt_tokens_total\{replica="(.*?)"\} (.*)$', re.MULTILINE
-    )
-    text = client.get(f"{url}/metrics").text
-    return {name: float(value) for name, value in pattern.findall(text)}
 
 
 def started(replicas: int, routing: str, kv_tokens: int, more: Sequence[str]) -> Served:
@@ -160,13 +148,11 @@ def measure(run: Run, options: argparse.Namespace, server: Served) -> dict[str, 
         # Recordings of a cold server are not what is measured.
         asyncio.run(load_of(server.url, asks[: 2 * PREFIXES], options.clients))
         before, cpu_before = read_metrics(client, server.url), cpu_ms(server.process.pid)
-        replicas_before = by_replica(client, server.url)
         start, own_start = time.perf_counter(), time.process_time()
         answers = asyncio.run(load_of(server.url, asks, options.clients))
         seconds, own_s = time.perf_counter() - start, time.process_time() - own_start
         found = summary([Round("", "closed", seconds, answers, None)])
         after, cpu_after = read_metrics(client, server.url), cpu_ms(server.process.pid)
-        replicas_after = by_replica(client, server.url)
     for answer in answers:
         run.sample(mode="closed", **answer.sample())
     grown = {
@@ -182,8 +168,6 @@ def measure(run: Run, options: argparse.Namespace, server: Served) -> dict[str, 
     return {
         **found,
         "hit_rate": grown["cached"] / grown["prompt"],
-        "by_replica": sorted(n - replicas_before.get(r, 0) for r, n in replicas_after.items()),
-        "pieces": sum(len(answer.gaps_ms) + 1 for answer in answers),
         "cpu_ms": {role: each / count for role, each in spent.items()},
     }
 
@@ -198,21 +182,8 @@ def prefix_tokens(words: int) -> int:
     return max(len(tokenizer.encode(text).ids) for text in prefixes(words))
 
 
-def show(run: Run, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows as a table."""
-    from rich.table import Table
-
-    table = Table("replicas", "routing", "req/s", "tok/s", "TTFT p50/p99", "E2E p50/p99", "hits")
-    for row in rows:
-        pairs = [f"{row[n]['p50']:.0f} / {row[n]['p99']:.0f} ms" for n in ("ttft_ms", "e2e_ms")]
-        table.add_row(
-            str(row["replicas"]), row["routing"], f"{row['requests_per_second']:.2f}",
-            f"{row['output_tokens_per_second']:.1f}", *pairs, f"{row['hit_rate']:.3f}",
-        )  # fmt: skip
-    run.console.print(table)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     parser = flags("cluster", "Replicas on Ray Serve: throughput, tail and prefix hits.")
     parser.add_argument("--clients", type=int, default=6, help="of the closed loop")
@@ -223,35 +194,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.requests = options.requests or (64 if options.quick else 240)
     run = Run("cluster", options, arguments)
-    try:
-        require_ray()
-        shared = prefix_tokens(options.words)
-        # Beside the prefixes: what the running requests have of their own.
-        kv_tokens = round(HELD * shared) + RUNNING * (options.max_tokens + OWN_TOKENS)
-        rows = list[dict[str, Any]]()
-        for replicas, routing in ROWS:
-            with started(replicas, routing, kv_tokens, options.flags) as server:
-                head: dict[str, Any] = {"replicas": replicas, "routing": routing}
-                rows.append(head | measure(run, options, server))
-    except (ConfigError, httpx.HTTPError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    show(run, rows)
-    with_router, in_turn = (
-        next(row["hit_rate"] for row in rows if (row["replicas"], row["routing"]) == key)
-        for key in ((2, "prefix"), (2, "round-robin"))
-    )
+    require_ray()
+    shared = prefix_tokens(options.words)
+    # Beside the prefixes: what the running requests have of their own.
+    kv_tokens = round(HELD * shared) + RUNNING * (options.max_tokens + OWN_TOKENS)
+    rows = list[dict[str, Any]]()
+    for replicas, routing in ROWS:
+        with started(replicas, routing, kv_tokens, options.flags) as server:
+            head: dict[str, Any] = {"replicas": replicas, "routing": routing}
+            rows.append(head | measure(run, options, server))
+    hits = {(row["replicas"], row["routing"]): row["hit_rate"] for row in rows}
     run.finish(
         1,
-        rows=rounded(rows),
-        hit_gain=round(with_router / max(in_turn, 1e-9), 3),
+        rows=rows,
+        hit_gain=hits[2, "prefix"] / max(hits[2, "round-robin"], 1e-9),
         prefixes=PREFIXES,
         prefix_tokens=shared,
         kv_tokens=kv_tokens,
         clients=options.clients,
     )
-    failed = sum(row["failed"] for row in rows)
-    if failed:
+    if failed := sum(row["failed"] for row in rows):
         fail(f"{failed} requests failed")
 
 

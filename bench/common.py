@@ -3,8 +3,7 @@
 A benchmark takes ``--quick``, ``--json PATH`` and ``--seed``, shows its progress and tables, and
 ends with one JSON line on standard output, the record. ``--json`` writes the record to PATH, and
 every raw sample as a line of JSON beside it as it comes (``out.json`` → ``out.samples.jsonl``).
-Every figure of a record is made from its samples by :func:`spread` or :func:`paired`. Where no
-sample depends on those before, ``--resume`` goes on with a run that was stopped.
+Every figure of a record is made from its samples by :func:`spread` or :func:`paired`.
 """
 
 from __future__ import annotations
@@ -16,16 +15,18 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import wraps
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import sections
+from bench import report
+from overlap_spec.errors import OverlapSpecError
 from overlap_spec.load.figures import mean as mean
 from overlap_spec.load.figures import median as median
 from overlap_spec.load.figures import paired as paired
@@ -35,23 +36,49 @@ from overlap_spec.load.figures import spread as spread
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "xgrammar", "numpy", "tokenizers", "overlap-spec")
+T = TypeVar("T")
 
 
-def flags(name: str, about: str, resumable: bool = False) -> argparse.ArgumentParser:
-    """A parser with the flags of every benchmark; a benchmark adds its own.
+def command(main: Callable[[Sequence[str] | None], T]) -> Callable[..., T]:
+    """A benchmark's ``main(arguments)``; what the project refuses ends it with exit status 2.
 
-    Args:
-        resumable: The benchmark asks :meth:`Run.kept` before it measures.
+    Arguments None mean the process's own.
     """
+
+    @wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> T:
+        try:
+            return main(arguments)
+        except OverlapSpecError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+    return run
+
+
+def flags(name: str, about: str) -> argparse.ArgumentParser:
+    """A parser with the flags of every benchmark; a benchmark adds its own."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}", description=about)
     parser.add_argument("--quick", action="store_true", help="a small run, for a look")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the record there")
     parser.add_argument("--seed", type=int, default=0, help="of everything drawn (default 0)")
-    if resumable:
-        parser.add_argument(
-            "--resume", action="store_true", help="go on with the run that stopped at --json PATH"
-        )
     return parser
+
+
+def positive(text: str) -> int:
+    """The type of a flag that counts something."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1: {text}")
+    return number
+
+
+def sizes(text: str) -> list[int]:
+    """The type of a flag that lists sizes."""
+    try:
+        return [positive(size) for size in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between: {text}") from None
 
 
 class Run:
@@ -61,9 +88,6 @@ class Run:
         name: The benchmark's, as in ``python -m bench.NAME``.
         options: What :func:`flags` parsed.
         arguments: The command line's arguments; None means the process's own.
-
-    Raises:
-        SystemExit: there is no run of this command to be resumed: exit status 2.
     """
 
     def __init__(
@@ -80,36 +104,12 @@ class Run:
             "quick": bool(options.quick),
             "seed": int(options.seed),
             "machine": machine(),
-            "versions": versions(),
+            "versions": versions(PACKAGES),
             "commit": commit(),
         }
-        path: Path | None = options.json
-        if getattr(options, "resume", False):
-            self.head["resumed"] = True
-            self._resume(path, given)
-        elif path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            samples_path(path).write_text("", encoding="utf-8")
-            started_path(path).write_text(json.dumps(given), encoding="utf-8")
-
-    def _resume(self, path: Path | None, given: list[str]) -> None:
-        try:
-            assert path is not None
-            before = json.loads(started_path(path).read_text(encoding="utf-8"))
-            lines = samples_path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-        except (AssertionError, OSError, ValueError):
-            self._refuse(f"--json {path} names no run that was stopped")
-        if before != [argument for argument in given if argument != "--resume"]:
-            self._refuse(f"the run that was stopped is another one: {shlex.join(before)}")
-        assert path is not None
-        # What was being written when the run was stopped is measured again.
-        whole = [line for line in lines if line.endswith("\n")]
-        samples_path(path).write_text("".join(whole), encoding="utf-8")
-        self.samples = [json.loads(line) for line in whole]
-
-    def _refuse(self, why: str) -> NoReturn:
-        print(f"error: --resume: {why}", file=sys.stderr)
-        sys.exit(2)
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            samples_path(options.json).write_text("", encoding="utf-8")
 
     def sample(self, **fields: Any) -> dict[str, Any]:
         """Keep one raw sample, a measurement that nothing was averaged over."""
@@ -118,11 +118,6 @@ class Run:
             with samples_path(self.options.json).open("a", encoding="utf-8") as file:
                 file.write(strict_json(fields) + "\n")
         return fields
-
-    def kept(self, **fields: Any) -> dict[str, Any] | None:
-        """The sample with these fields of the run that is resumed, if it had come so far."""
-        found = (s for s in self.samples if fields.items() <= s.items())
-        return next(found, None) if self.head.get("resumed") else None
 
     def progress(self) -> Progress:
         """A progress display on standard error."""
@@ -136,28 +131,27 @@ class Run:
 
     def write(self, repetitions: int, **results: Any) -> dict[str, Any]:
         """Write the record as far as it has come; see :meth:`finish`."""
-        record = {**results, **self.head, "repetitions": repetitions, "samples": len(self.samples)}
+        head = {**self.head, "repetitions": repetitions, "samples": len(self.samples)}
+        record = {**rounded(results), **head}
         line = strict_json(record)
         if self.options.json is not None:
             self.options.json.write_text(line + "\n", encoding="utf-8")
         return record
 
     def finish(self, repetitions: int, **results: Any) -> dict[str, Any]:
-        """Write and print the record, and show its section of the report.
+        """Write and print the record, and show its tables.
 
         Args:
             repetitions: How often each figure was measured.
-            results: The benchmark's own fields, which come first.
+            results: The benchmark's own fields, which come first; rounded to five digits.
 
         Raises:
             ValueError: a figure that is not finite.
         """
         record = self.write(repetitions, **results)
-        if self.options.json is not None:
-            started_path(self.options.json).unlink()
         sys.stdout.flush()
         print(strict_json(record), flush=True)
-        sections.tell(record, self.samples)
+        report.tell(record)
         return record
 
 
@@ -175,11 +169,6 @@ def fail(message: str) -> NoReturn:
 def samples_path(path: Path) -> Path:
     """Where the raw samples of the record ``path`` are."""
     return path.with_suffix(".samples.jsonl")
-
-
-def started_path(path: Path) -> Path:
-    """Where the arguments of a run that has not ended are."""
-    return path.with_suffix(".started.json")
 
 
 def strict_json(value: Any) -> str:
@@ -223,10 +212,10 @@ def _physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that a figure may depend on; None: not installed."""
+def versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Versions of Python and of packages that a figure may depend on; None: not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -3,8 +3,7 @@
 ``python -m bench.drafters [--model DIR --draft DIR | --model NAME] [--gsm8k FILE] [--spec-bench
 FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--rows A,B …] [--threshold P] [--modes MODE
 …] [--batch N] [--threads N] [--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
-(``overlap_spec.config.drafter_names``), and those in a row that are named, at the embedded size
-and, without ``--quick``, at that of ``0.75b``; ``--model`` is one size of your own.
+(``overlap_spec.config.drafter_names``), and those in a row that are named.
 
 Requests: JSON extraction, each under its own schema; extraction under one schema, where values come
 again; GSM8K questions and the first turns of Spec-Bench, from the files given (without one they are
@@ -41,7 +40,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,27 +51,20 @@ import torch
 from rich.console import Console
 
 from bench.backends.engine import busy_ms
-from bench.common import ROOT, Run, fail, flags, paired, rounded
+from bench.common import ROOT, Run, command, fail, flags, paired, positive
 from bench.measure import GREEDY, measure
-from bench.padding.sizes import PRESETS
-from bench.targets import (
-    add_model_flags,
-    check_model_flags,
-    model_settings,
-    padded_target,
-    work_folder,
-)
+from bench.padded import PRESETS
+from bench.targets import add_model_flags, model_settings, padded_target, work_folder
 from bench.workloads import CITIES, NAMES, Ask
 from examples.embedded_model.data import held_out_cases
 from overlap_spec.config import OVERLAP_MODES, EngineConfig, drafter_names
 from overlap_spec.engine import Engine
-from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
+from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.worker.build import pick_device, pick_dtype
 
 PLAIN = "plain"
 EMBEDDED_NAME = "embedded"
-LARGE = "0.75b"
 # What the names of rows have that may say something else.
 LOSSY = "threshold"
 SETTINGS: dict[str, Any] = {
@@ -211,7 +202,7 @@ def checkpoints(
     """
     found = {"eagle3": weights["draft"]} if "draft" in weights else {}
     if options.model in PRESETS:
-        vocab = PRESETS[options.model].vocab
+        vocab = PRESETS[options.model][0].vocab
         assert vocab is not None
         target, _ = padded_target(work_folder(options.work), console, vocab)
         found["draft_model"] = str(target)
@@ -355,7 +346,7 @@ def faults(models: dict[str, Any]) -> list[str]:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = flags("drafters", "Every drafter beside plain decoding.")
-    add_model_flags(parser, f"the embedded one and, without --quick, {LARGE}")
+    add_model_flags(parser)
     parser.add_argument("--gsm8k", type=Path, help="GSM8K questions, .jsonl")
     parser.add_argument("--spec-bench", type=Path, help="Spec-Bench questions, .jsonl")
     parser.add_argument("--checkpoint", action="append", metavar="DRAFTER=DIR", help="a drafter's")
@@ -367,47 +358,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--modes", nargs="+", choices=OVERLAP_MODES, default=(), help="also in these"
     )
-    parser.add_argument("--batch", type=int, default=1, help="requests at once (default 1)")
-    parser.add_argument("--threads", type=int, default=1, help="of a pass (default 1)")
+    parser.add_argument("--batch", type=positive, default=1, help="requests at once (default 1)")
+    parser.add_argument("--threads", type=positive, default=1, help="of a pass (default 1)")
     options = parser.parse_args(arguments)
-    check_model_flags(parser, options)
-    if min(options.batch, options.threads) < 1:
-        parser.error("--batch and --threads must be at least 1")
     if options.threshold is not None and not 0 <= options.threshold < 1:
         parser.error("--threshold must be at least 0 and below 1")
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     options = parse(arguments)
     run = Run("drafters", options, arguments)
     torch.set_num_threads(options.threads)
-    names = [options.model] if options.model is not None else [None]
-    if options.model is None and not options.quick:
-        names.append(LARGE)
-    found: dict[str, dict[str, Any]] = {}
-    missing: dict[str, str] = {}
-    repetitions = 1
-    try:
-        for model in names:
-            options.model = model
-            weights = model_settings(options, run.console)
-            config = EngineConfig.build(**weights)
-            name = EMBEDDED_NAME if model is None else Path(model).name
-            size = QUICK if options.quick else FULL if model is None else FULL_LARGE
-            work, missing = workloads(options, size)
-            skipped = run_model(run, name, weights, work, size.repetitions)
-            dtype = str(pick_dtype(config, pick_device(config.device))).removeprefix("torch.")
-            found[name] = {"dtype": dtype, "skipped": skipped}
-            repetitions = size.repetitions
-    except OverlapSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    rows = summary(run.samples)
-    models = {name: entry | {"rows": rows.get(name, {})} for name, entry in found.items()}
-    record = rounded({"models": models, "missing": missing})
-    run.finish(repetitions, **record, batch=options.batch, threads=options.threads)
+    weights = model_settings(options, run.console)
+    config = EngineConfig.build(**weights)
+    name = EMBEDDED_NAME if options.model is None else Path(options.model).name
+    size = QUICK if options.quick else FULL if options.model is None else FULL_LARGE
+    work, missing = workloads(options, size)
+    skipped = run_model(run, name, weights, work, size.repetitions)
+    dtype = str(pick_dtype(config, pick_device(config.device))).removeprefix("torch.")
+    rows = summary(run.samples).get(name, {})
+    models = {name: {"dtype": dtype, "skipped": skipped, "rows": rows}}
+    given = {"batch": options.batch, "threads": options.threads}
+    run.finish(size.repetitions, models=models, missing=missing, **given)
     if wrong := faults(models):
         fail("; ".join(wrong))
 

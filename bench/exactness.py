@@ -1,7 +1,7 @@
 """What of the JSON Schema Test Suite the grammar holds, through the masks that the engine uses.
 
 ``python -m bench.exactness --data json_schema_test_suite [--draft 2020-12 …] [--backend NAME]
-[--quick] [--json PATH] [--resume]`` compiles each schema of the suite's folders (the required
+[--quick] [--json PATH]`` compiles each schema of the suite's folders (the required
 files, those under ``optional`` and those under ``optional/format``, apart), and feeds its instances
 token by token as compact JSON. In the required files, where the suite asks that ``format`` be an
 annotation, it is one (``formats="annotation"``); in the others it is held.
@@ -24,8 +24,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from bench.common import Run, fail, flags
 from bench.maskbench import CLASSES, Result, compact, feed
@@ -111,8 +109,7 @@ def judge(compiler: GrammarCompiler, entry: dict[str, Any], tokens_: Tokens) -> 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
-    about = "what of the JSON Schema Test Suite is held"
-    parser = flags("exactness", about, resumable=True)
+    parser = flags("exactness", "what of the JSON Schema Test Suite is held")
     parser.add_argument("--data", type=Path, required=True, help="the suite's folder")
     parser.add_argument("--draft", choices=DRAFTS, nargs="+", default=DRAFTS)
     parser.add_argument("--part", choices=tuple(PARTS), nargs="+", default=tuple(PARTS))
@@ -131,25 +128,12 @@ def main(arguments: list[str] | None = None) -> None:
                 suite = suite[:: max(1, len(suite) // QUICK)]
             results = Counter[str]()
             for entry in suite:
-                found = run.kept(id=entry["id"])
-                if found is None:
-                    result = judge(compiler, entry, chosen)
-                    found = run.sample(
-                        id=entry["id"], result=result.name, reason=result.reason[:500]
-                    )
-                results[found["result"]] += 1
+                result = judge(compiler, entry, chosen)
+                run.sample(id=entry["id"], result=result.name, reason=result.reason[:500])
+                results[result.name] += 1
             counts[f"{draft} {part}"] = dict.fromkeys(SHOWN, 0) | results
-    show(run, counts)
     failures = [sample for sample in run.samples if sample["result"] != "clean"]
     run.finish(1, counts=counts, failures=failures, backend=options.backend)
-
-
-def show(run: Run, counts: dict[str, dict[str, int]]) -> None:
-    """The classes as a table, on standard error."""
-    table = Table("draft", "schemas", *SHOWN)
-    for name, found in counts.items():
-        table.add_row(name, str(sum(found.values())), *(str(found[c]) for c in SHOWN))
-    run.console.print(table)
 
 
 if __name__ == "__main__":

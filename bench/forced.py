@@ -1,6 +1,6 @@
 """Drafts with and without what the grammar forces.
 
-``python -m bench.forced [--quick] [--json PATH [--resume]] [--seed S] [--data FILE] [--batch N]
+``python -m bench.forced [--quick] [--json PATH] [--seed S] [--data FILE] [--batch N]
 [--groups N] [--model NAME | --model DIR --draft DIR]`` gives EAGLE-3 and n-gram an engine
 each, as a chain and as a tree, and lets every group of requests through it with grafts ``on`` and
 ``off``, by turns first.
@@ -16,13 +16,11 @@ whole label and may say something else.
 Outputs must be the same on both sides: else, in float32, the exit status is 1.
 
 Fields of the last line, beside those of every record (``bench.common``):
-    workloads: Name → drafter → side → ``accept_length``, ``verifies_of_off`` (that many
-        verifies for the same text), ``verifies_an_answer``, ``tpot_of_off`` and ``seconds_of_off``
-        (of whole groups, prompts included; both paired by group), ``tpot_of_free`` of ``on``,
-        ``grafted_tokens``, ``graft_accept_rate``, ``illegal_share`` (of drafted tokens),
-        ``lane_us`` (grammar time of a request's step, median of the groups) and ``lane_added_us``
-        (over ``off``'s), ``told_us`` (what runs and states take of it in a request's median step,
-        median of the groups).
+    workloads: Name → drafter → side → ``accept_length``, ``verifies_an_answer``, ``tpot_of_off``
+        and ``seconds_of_off`` (of whole groups, prompts included; both paired by group),
+        ``tpot_of_free`` of ``on``, ``graft_accept_rate``, ``illegal_share`` (of drafted tokens),
+        ``lane_us`` (grammar time of a request's step, median of the groups) and ``told_us`` (what
+        runs and states take of it in a request's median step, median of the groups).
     equal: Outputs are the same on both sides.
     unequal: Groups in which they are not, in words; in bfloat16 the two best tokens may be as
         close as sums in another order are.
@@ -31,11 +29,12 @@ Fields of the last line, beside those of every record (``bench.common``):
 from __future__ import annotations
 
 import argparse
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -43,14 +42,15 @@ from typing import Any, cast
 
 import torch
 
-from bench.common import Run, fail, flags, median, paired, rounded
+from bench.common import Run, command, fail, flags, median, paired, positive
 from bench.measure import GREEDY, Measured, measure
-from bench.targets import add_model_flags, check_model_flags, model_settings
+from bench.overlap import accepts
+from bench.targets import add_model_flags, model_settings
 from bench.workloads import Ask, choose_samples, read_samples
 from examples.embedded_model.cases import Case
 from examples.embedded_model.data import held_out_cases
 from overlap_spec.engine import Engine
-from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.drafting.forced import ForcedRuns, Openings
 from overlap_spec.grammar.spec import Grammar, Whitespace
 from overlap_spec.steps import RUN_TOKENS
@@ -69,6 +69,10 @@ THIRD_SIDES = {"unknown schema": "free", "choices": "faithful"}
 INDENT = 4
 LABELS, LABEL_TOKENS = 50, 6
 PROMPT = "Write an example as JSON."
+SUMMED = (
+    "verified_tokens", "verifies", "grafted_tokens", "accepted_grafts", "illegal_drafts",
+    "drafted_tokens", "answers",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,15 +135,7 @@ class Clocked:
 
 def unknown_schemas(data: Path | None, engine: Engine, seed: int, count: int) -> list[Grammar]:
     """Grammars of real schemas that compile."""
-
-    def accepts(grammar: Grammar) -> bool:
-        try:
-            engine.compile(grammar)
-        except OverlapSpecError:
-            return False
-        return True
-
-    samples = choose_samples(read_samples(data), count, seed, accepts)
+    samples = choose_samples(read_samples(data), count, seed, partial(accepts, engine))
     return [Grammar.json_schema(sample.schema) for sample in samples]
 
 
@@ -209,17 +205,14 @@ def run_all(
                     place = {"workload": workload, "drafter": name, "group": number}
                     said: dict[str, dict[str, Any]] = {}
                     for side in sides:
-                        raw = run.kept(**place, side=side)
-                        if raw is None:
-                            clocked = Clocked(runs_of[weighs[name]]) if side == "on" else None
-                            engine.core.grammar.pool.forced = cast("ForcedRuns | None", clocked)
-                            engine.core.budgets.widens = side == "on"
-                            engine.core.worker.runner.reads_states = side == "on" and weighs[name]
-                            result = measure(engine, *asked(asks, side, said))
-                            raw = result.raw() | figures(result)
-                            raw["told_us"] = clocked.median_us if clocked else 0.0
-                            run.sample(**place, side=side, **raw)
-                        said[side] = raw
+                        clocked = Clocked(runs_of[weighs[name]]) if side == "on" else None
+                        engine.core.grammar.pool.forced = cast("ForcedRuns | None", clocked)
+                        engine.core.budgets.widens = side == "on"
+                        engine.core.worker.runner.reads_states = side == "on" and weighs[name]
+                        result = measure(engine, *asked(asks, side, said))
+                        raw = result.raw() | figures(result)
+                        raw["told_us"] = clocked.median_us if clocked else 0.0
+                        said[side] = run.sample(**place, side=side, **raw)
                     if said["on"]["output_sha256"] != said["off"]["output_sha256"]:
                         yield f"{workload}, {name}, group {number}: sides differ"
                     progress.advance(task)
@@ -266,37 +259,23 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for (workload, drafter, side), mine in rows.items():
         off = rows[workload, drafter, "off"]
-        total = {
-            name: sum(sample[name] for sample in mine)
-            for name in (
-                "verified_tokens",
-                "verifies",
-                "grafted_tokens",
-                "accepted_grafts",
-                "illegal_drafts",
-                "drafted_tokens",
-                "answers",
-            )
-        }
-        added = [a["lane_us"] - b["lane_us"] for a, b in zip(mine, off, strict=True)]
+        total: Counter[str] = Counter()
+        for sample in mine:
+            total.update({name: sample[name] for name in SUMMED})
         tpot, seconds = (
             [[sample[name] for sample in some] for some in (mine, off)]
             for name in ("tpot_ms", "seconds")
         )
+        free = rows.get((workload, drafter, "free")) if side == "on" else None
         found.setdefault(workload, {}).setdefault(drafter, {})[side] = {
             "accept_length": total["verified_tokens"] / max(1, total["verifies"]),
-            "verifies_of_off": total["verifies"] / sum(sample["verifies"] for sample in off),
             "verifies_an_answer": total["verifies"] / total["answers"],
             "tpot_of_off": paired(*tpot),
             "seconds_of_off": paired(*seconds),
-            "tpot_of_free": None
-            if side != "on" or (workload, drafter, "free") not in rows
-            else paired(tpot[0], [sample["tpot_ms"] for sample in rows[workload, drafter, "free"]]),
-            "grafted_tokens": total["grafted_tokens"],
+            "tpot_of_free": free and paired(tpot[0], [sample["tpot_ms"] for sample in free]),
             "graft_accept_rate": total["accepted_grafts"] / max(1, total["grafted_tokens"]),
             "illegal_share": total["illegal_drafts"] / max(1, total["drafted_tokens"]),
             "lane_us": median(sample["lane_us"] for sample in mine),
-            "lane_added_us": median(added),
             "told_us": median(sample["told_us"] for sample in mine),
         }
     return {"workloads": found}
@@ -304,21 +283,17 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    about = "Drafts with and without what the grammar forces."
-    parser = flags("forced", about, resumable=True)
+    parser = flags("forced", "Drafts with and without what the grammar forces.")
     add_model_flags(parser)
     parser.add_argument("--data", type=Path, help="rows of schemas, .jsonl")
-    parser.add_argument("--batch", type=int, default=4, help="requests at once (default 4)")
-    parser.add_argument("--groups", type=int, help="groups of requests a workload")
+    parser.add_argument("--batch", type=positive, default=4, help="requests at once (default 4)")
+    parser.add_argument("--groups", type=positive, help="groups of requests a workload")
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, help="these workloads alone")
-    options = parser.parse_args(arguments)
-    check_model_flags(parser, options)
-    if options.batch < 1 or (options.groups is not None and options.groups < 1):
-        parser.error("--batch and --groups must be at least 1")
-    return options
+    return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     options = parse(arguments)
     size = QUICK if options.quick else FULL
@@ -326,42 +301,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
         size = replace(size, groups=options.groups)
     run = Run("forced", options, arguments)
     torch.set_num_threads(1)
+    count = size.groups * options.batch
     settings: dict[str, Any] = {
         "mask_deadline_ms": None,
         "prefix_cache": False,
         "context_length": 1024,
+        "adaptive": "static",
+        "max_running_requests": options.batch,
+        **model_settings(options, run.console),
     }
-    settings |= {"adaptive": "static", "max_running_requests": options.batch}
-    try:
-        with ExitStack() as stack:
-            settings |= model_settings(options, run.console)
-            engines = {
-                name: stack.enter_context(Engine(**settings, **drafter, tries=True))
-                for name, drafter in DRAFTERS.items()
-            }
-            first = next(iter(engines.values()))
-            for engine in engines.values():
-                engine.compiler = first.compiler
-                for grammar in (None, Grammar.choice(["warm", "warm up"])):
-                    measure(engine, [Ask("Warm up.", grammar, 8)] * options.batch)
-            grammars = unknown_schemas(
-                options.data, first, options.seed, size.groups * options.batch
-            )
-            if len(grammars) < options.batch:
-                raise ConfigError(f"{len(grammars)} schemas are fewer than --batch")
-            cases = held_out_cases(options.seed, size.groups * options.batch + LABELS)
-            labels = labels_of(first.tokenizer.encode, cases)
-            work = {
-                name: groups_of(name, grammars, options.seed, size, options.batch, labels)
-                for name in options.only or WORKLOADS
-            }
-            exact = first.core.worker.runner.pool.k.dtype is torch.float32
-            wrong = list(run_all(engines, work, run))
-    except OverlapSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(Engine(**settings, **drafter, tries=True))
+            for name, drafter in DRAFTERS.items()
+        }
+        first = next(iter(engines.values()))
+        for engine in engines.values():
+            engine.compiler = first.compiler
+            for grammar in (None, Grammar.choice(["warm", "warm up"])):
+                measure(engine, [Ask("Warm up.", grammar, 8)] * options.batch)
+        grammars = unknown_schemas(options.data, first, options.seed, count)
+        if len(grammars) < options.batch:
+            raise ConfigError(f"{len(grammars)} schemas are fewer than --batch")
+        cases = held_out_cases(options.seed, count + LABELS)
+        labels = labels_of(first.tokenizer.encode, cases)
+        work = {
+            name: groups_of(name, grammars, options.seed, size, options.batch, labels)
+            for name in options.only or WORKLOADS
+        }
+        exact = first.core.worker.runner.pool.k.dtype is torch.float32
+        wrong = list(run_all(engines, work, run))
     record = summary(run.samples)
-    run.finish(size.groups, **rounded(record), batch=options.batch, equal=not wrong, unequal=wrong)
+    run.finish(size.groups, **record, batch=options.batch, equal=not wrong, unequal=wrong)
     if wrong and exact:
         fail("outputs are not the same on both sides:\n" + "\n".join(wrong[:10]))
 

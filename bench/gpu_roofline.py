@@ -1,11 +1,14 @@
-"""The part of ``bench.gpu`` that times verifies alone: trees, batches and contexts of all sizes."""
+"""The part of ``bench.gpu`` that times verifies alone: 16 and 64 nodes, batches to 32, contexts
+to 32k."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +17,7 @@ import torch
 from torch import Tensor
 
 from bench.common import median, spread
-from bench.gpu_context import Context, Result, figure
-from bench.gpu_steps import weight_bytes
+from bench.kernels import ceilings
 from bench.overlap import SETTINGS
 from overlap_spec.engine import Engine
 from overlap_spec.kernels import build_tree
@@ -26,6 +28,82 @@ from overlap_spec.worker.model_runner import ModelRunner
 
 BRANCHES = 4
 RUNS, WARM_UPS = 20, 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every part runs on: the command line's options, and the folders of the checkpoint and
+    of its EAGLE-3 head."""
+
+    options: Namespace
+    target: Path
+    draft: Path
+
+    @property
+    def rehearse(self) -> bool:
+        """Whether nothing is measured."""
+        return bool(self.options.rehearse)
+
+    @property
+    def device(self) -> str:
+        """Torch's name of it."""
+        return "cpu" if self.rehearse else "cuda"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight as the engine holds it: float32 on the CPU."""
+        return 4 if self.rehearse else 2
+
+    def ceilings(self) -> tuple[float, float]:
+        """Bytes a second of a large copy, and operations a second of a large product; of a
+        rehearsal any."""
+        return (1e10, 1e11) if self.rehearse else ceilings(self.options.quick)
+
+
+@dataclass
+class Result:
+    """What a part found.
+
+    Attributes:
+        figures: Name → :func:`figure`.
+        details: More of it, as plain data.
+        samples: Raw samples.
+    """
+
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+def figure(
+    value: float, *, least: float | None = None, most: float | None = None, **more: Any
+) -> dict[str, Any]:
+    """A figure held against its target, ``least`` or ``most``; without one, ``met`` is None.
+
+    Args:
+        more: ``unit``, ``by`` (what else was measured of it: label → value), and the like.
+    """
+    target = most if least is None else least
+    met = None if target is None else value >= target if least is not None else value <= target
+    goal = None if target is None else "at least" if least is not None else "at most"
+    return {"value": value, "target": target, "goal": goal, "met": met, **more}
+
+
+def weight_bytes(folder: Path, itemsize: int) -> int:
+    """Bytes of a checkpoint's weights at ``itemsize`` bytes each, embedding tables left out: a
+    pass reads a few of their rows."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, tensor in header.items():
+            if name == "__metadata__" or "embed_tokens" in name:
+                continue
+            count = itemsize
+            for size in tensor["shape"]:
+                count *= size
+            total += count
+    return total
 
 
 class Cell(NamedTuple):
@@ -39,7 +117,7 @@ class Cell(NamedTuple):
         return f"{self.nodes} nodes, batch {self.batch}, context {self.context}"
 
 
-# The first is what decoding does, the second what is judged here; then by how common they are.
+# The first two are judged: what decoding does, and a long context; then by how common they are.
 CELLS = (
     Cell(16, 1, 2048),
     Cell(64, 1, 32768),
@@ -57,27 +135,29 @@ REHEARSAL_CELLS = (Cell(16, 1, 32), Cell(64, 1, 96), Cell(16, 2, 32))
 QUICK = 3
 
 
-def roofline(context: Context) -> Result:
+# Of the first cells: their figures, and the share that they must reach.
+JUDGED = {"verify_roofline_share": 0.85, "verify_share_64_nodes_32k": 0.75}
+
+
+def roofline(setup: Setup) -> Result:
     """Each cell's share of the roofline: the least time that the copy's and the product's rates
     allow over the time that a verify takes, its graph replayed by itself."""
-    cells: tuple[Cell, ...] = REHEARSAL_CELLS if context.rehearse else CELLS
-    cells = cells[:QUICK] if context.options.quick else cells
-    # Only once no other engine holds the device's memory.
-    context.engines()
-    copy_bytes_s, product_flops_s = context.ceilings
-    weights = weight_bytes(context.target, context.itemsize)
+    cells: tuple[Cell, ...] = REHEARSAL_CELLS if setup.rehearse else CELLS
+    cells = cells[:QUICK] if setup.options.quick else cells
+    copy_bytes_s, product_flops_s = setup.ceilings()
+    weights = weight_bytes(setup.target, setup.itemsize)
     found: dict[str, dict[str, Any]] = {}
     result = Result(details={"cells": found})
-    more = settings(cells) | {"device": context.device}
+    more = settings(cells) | {"device": setup.device}
     with (
         tempfile.TemporaryDirectory() as folder,
-        Engine(str(long_target(context.target, Path(folder), cells)), **more) as engine,
+        Engine(str(long_target(setup.target, Path(folder), cells)), **more) as engine,
     ):
         runner = engine.core.worker.runner
         for cache in (runner.pool.k, runner.pool.v):
             cache.normal_()
         for cell in cells:
-            size, flops = work_of(cell, runner.target.config, weights, context.itemsize)
+            size, flops = work_of(cell, runner.target.config, weights, setup.itemsize)
             least_ms = max(size / copy_bytes_s, flops / product_flops_s) * 1e3
             row: dict[str, Any] = {"bytes": size, "flops": flops, "least_ms": least_ms}
             if taken_ms := timed(runner, cell):
@@ -87,11 +167,9 @@ def roofline(context: Context) -> Result:
                 row["skipped"] = "its keys do not fit into the cache"
             found[str(cell)] = row
     shares = {name: row["share"] for name, row in found.items() if "share" in row}
-    judged = str(cells[1])
-    if judged in shares:
-        result.figures["verify_share_64_nodes_32k"] = figure(
-            shares[judged], least=0.75, unit="of roofline", by=shares
-        )
+    for cell, (name, least) in zip(cells, JUDGED.items(), strict=False):
+        if share := shares.get(str(cell)):
+            result.figures[name] = figure(share, least=least, unit="of roofline", by=shares)
     return result
 
 

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -43,12 +42,12 @@ from jsonschema import validators
 
 from bench.backends.base import Task, figures, percentiles, tpot_ms
 from bench.backends.engine import EngineSystem, takes
-from bench.common import Run, fail, flags, mean, paired, rounded
-from bench.targets import add_model_flags, check_model_flags, model_settings
+from bench.common import Run, command, fail, flags, mean, paired, positive
+from bench.targets import add_model_flags, model_settings
 from bench.workloads import OWN_SCHEMAS, Sample, json_asks, read_samples
 from overlap_spec.config import OVERLAP_MODES
 from overlap_spec.engine import Engine
-from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.errors import ConfigError
 
 BACKENDS = ("xgrammar", "llguidance", "outlines", "auto")
 CHUNKS = 6
@@ -100,17 +99,12 @@ def compile_all(systems: dict[str, EngineSystem], samples: Sequence[Sample], run
     with run.progress() as progress:
         bar = progress.add_task("compile", total=len(systems) * len(samples))
         for name, system in systems.items():
-            for sample in (None, *samples):
-                if sample is None:
-                    # Starts the workers, which is no grammar's fault.
-                    ms, error = takes(system, {"enum": ["yes", "no"]})
-                    if not run.kept(kind="start", backend=name):
-                        run.sample(kind="start", backend=name, compile_ms=ms, error=error)
-                    continue
+            # Starts the workers, which is no grammar's fault.
+            ms, error = takes(system, {"enum": ["yes", "no"]})
+            run.sample(kind="start", backend=name, compile_ms=ms, error=error)
+            for sample in samples:
                 ms, error = takes(system, sample.schema)
-                key = {"kind": "compile", "backend": name, "row": sample.id}
-                if not run.kept(**key):
-                    run.sample(**key, compile_ms=ms, error=error)
+                run.sample(kind="compile", backend=name, row=sample.id, compile_ms=ms, error=error)
                 taken[sample.id] += error is None
                 progress.advance(bar)
     return [row for row, count in taken.items() if count == len(systems)]
@@ -138,8 +132,6 @@ def ask_all(systems: dict[str, EngineSystem], samples: Sequence[Sample], run: Ru
                 for constrained in (True, False) if chunk % 2 == 0 else (False, True):
                     progress.advance(bar)
                     key = {"backend": name, "constrained": constrained, "chunk": chunk}
-                    if run.kept(**key):
-                        continue
                     asked = part if constrained else [replace(task, schema=None) for task in part]
                     raw = systems[name].run(asked, options.parallel).raw()
                     for sample, reply in zip(samples[start:], raw["replies"], strict=False):
@@ -234,56 +226,47 @@ def faults(record: dict[str, Any]) -> list[str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = flags("json_schema", "JSON under schemas, by grammar backend.", resumable=True)
+    parser = flags("json_schema", "JSON under schemas, by grammar backend.")
     parser.add_argument("--data", type=Path, default=OWN_SCHEMAS, help="rows of schemas, .jsonl")
     parser.add_argument("--backend", action="append", help=f"one or more of {', '.join(BACKENDS)}")
-    parser.add_argument("--rows", type=int, help="rows that are drawn; 64, or 8 with --quick")
-    parser.add_argument("--parallel", type=int, default=4, help="requests at once (default 4)")
-    parser.add_argument("--max-tokens", type=int, help="256, or 96 with --quick")
+    parser.add_argument("--rows", type=positive, help="rows that are drawn; 64, or 8 with --quick")
+    parser.add_argument("--parallel", type=positive, default=4, help="requests at once (default 4)")
+    parser.add_argument("--max-tokens", type=positive, help="256, or 96 with --quick")
     parser.add_argument("--overlap", default="once-sync", choices=OVERLAP_MODES)
     add_model_flags(parser)
     options = parser.parse_args(arguments)
-    check_model_flags(parser, options)
-    for name, few, many in (("rows", 8, 64), ("max_tokens", 96, 256)):
-        if getattr(options, name) is None:
-            setattr(options, name, few if options.quick else many)
-    if min(options.rows, options.parallel, options.max_tokens) < 1:
-        parser.error("--rows, --parallel and --max-tokens must be at least 1")
+    options.rows = options.rows or (8 if options.quick else 64)
+    options.max_tokens = options.max_tokens or (96 if options.quick else 256)
     options.backend = list(dict.fromkeys(options.backend or BACKENDS))
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     options = parse(arguments)
     run = Run("json_schema", options, arguments)
     torch.set_num_threads(1)
-    try:
-        samples = read_samples(options.data)
-        Random(options.seed).shuffle(samples)
-        samples = samples[: options.rows]
-        with ExitStack() as stack:
-            systems = open_engines(stack, options, model_settings(options, run.console))
-            common = set(compile_all(systems, samples, run))
-            chosen = [sample for sample in samples if sample.id in common]
-            if not chosen:
-                raise ConfigError("no row is taken by all backends: give other --data or --backend")
-            ask_all(systems, chosen, run)
-    except OverlapSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    record = summary(run.samples)
-    run.finish(
+    samples = read_samples(options.data)
+    Random(options.seed).shuffle(samples)
+    samples = samples[: options.rows]
+    with ExitStack() as stack:
+        systems = open_engines(stack, options, model_settings(options, run.console))
+        common = set(compile_all(systems, samples, run))
+        chosen = [sample for sample in samples if sample.id in common]
+        if not chosen:
+            raise ConfigError("no row is taken by all backends: give other --data or --backend")
+        ask_all(systems, chosen, run)
+    record = run.finish(
         len({sample["chunk"] for sample in run.samples if sample["kind"] == "answers"}),
-        **rounded(record),
+        **summary(run.samples),
         rows=len(samples),
         compared=len(chosen),
         parallel=options.parallel,
         overlap=options.overlap,
         data=options.data.name,
     )
-    wrong = faults(record)
-    if wrong:
+    if wrong := faults(record):
         fail("; ".join(wrong))
 
 

@@ -31,11 +31,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table as Grid
 from torch import Tensor
 
-from bench.common import Run, fail, flags, median, paired, rounded, spread
+from bench.common import Run, fail, flags, median, paired, spread
 from bench.kernel_tuning import tune, tuning_works, write
 from bench.kernel_work import Draw, Work, works
 from overlap_spec.kernels.dispatch import flash_installed, use
@@ -192,32 +190,6 @@ def plan(work: Work) -> dict[str, Any]:
     }
 
 
-def show(record: dict[str, Any], console: Console) -> None:
-    """The figures as a table; without a device, the plan."""
-    grid = Grid(box=None)
-    heads = ("µs", "flash µs", "reference µs", "GB/s", "TFLOP/s", "of roofline")
-    heads *= record["measured"]
-    for head in ("kernel", *heads, "MB", "launches"):
-        grid.add_column(head, justify="left" if head in ("kernel", "launches") else "right")
-    for name, row in record["kernels"].items():
-        figures: list[str] = []
-        if record["measured"]:
-            figures = [
-                f"{row['us']['median']:.2f}",
-                f"{row['flash_us']['median']:.2f}" if "flash_us" in row else "-",
-                f"{row['reference_us']['median']:.2f}",
-                f"{row['gb_s']:.0f}",
-                f"{row['tflop_s']:.1f}",
-                f"{row['share']:.0%}",
-            ]
-        grid.add_row(name, *figures, f"{row['bytes'] / 1e6:.2f}", ", ".join(row["launches"]))
-    console.print(grid)
-    if record["measured"]:
-        print(
-            f"copy {record['copy_gb_s']:.0f} GB/s, product {record['matmul_tflop_s']:.0f} TFLOP/s"
-        )
-
-
 def tuned(run: Run) -> str:
     """Measure all candidates and write this GPU's table; its file's name."""
     device = torch.device("cuda")
@@ -271,8 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         repetitions = 0
         print("no CUDA device: the plan alone, nothing is measured", file=sys.stderr)
         record = {"measured": False, "kernels": {work.name: plan(work) for work in chosen}}
-    show(record, Console(width=140))
-    run.finish(repetitions, **rounded(record))
+    run.finish(repetitions, **record)
 
 
 if __name__ == "__main__":

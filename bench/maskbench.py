@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Run, flags, percentile, rounded
+from bench.common import Run, flags, percentile
 from bench.masks import schemas, tokens
 from bench.masks.order import Order
 from bench.masks.tokens import Tokens
@@ -143,8 +143,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
-    about = "what share of schemas is held exactly, and how fast masks are"
-    parser = flags("maskbench", about, resumable=True)
+    parser = flags("maskbench", "what share of schemas is held exactly, and how fast masks are")
     schemas.add_flags(parser)
     parser.add_argument("--backend", default="auto", help="grammar backend (default auto)")
     tokens.add_flags(parser)
@@ -162,36 +161,24 @@ def main(arguments: list[str] | None = None) -> None:
             task = progress.add_task("schemas", total=len(entries))
             for entry in entries:
                 progress.advance(task)
-                if kept := run.kept(id=entry["id"]):
-                    fields = ("result", "reason", "ttfm_ms", "tbm_us", "route")
-                    results.append(Result(*(kept[field] for field in fields)))
-                    continue
                 result = run_schema(compiler, entry, chosen)
                 results.append(result)
                 run.sample(id=entry["id"], result=result.name, reason=result.reason,
                            ttfm_ms=result.ttfm_ms, route=result.route,
                            tbm_us=[round(us, 2) for us in result.tbm_us])  # fmt: skip
-    finish(run, results, [entry["id"] for entry in entries], chosen)
-
-
-def finish(run: Run, results: list[Result], names: list[str], chosen: Tokens) -> None:
-    """The record."""
-    counts = dict.fromkeys(CLASSES, 0) | Counter(result.name for result in results)
-    ttfm_ms = percentiles([r.ttfm_ms for r in results if r.ttfm_ms is not None])
-    tbm_us = percentiles([us for r in results for us in r.tbm_us])
     run.finish(
         1,
-        counts=counts,
+        counts=dict.fromkeys(CLASSES, 0) | Counter(result.name for result in results),
         schemas=len(results),
-        ttfm_ms=rounded(ttfm_ms),
-        tbm_us=rounded(tbm_us),
-        backend=run.options.backend,
+        ttfm_ms=percentiles([r.ttfm_ms for r in results if r.ttfm_ms is not None]),
+        tbm_us=percentiles([us for r in results for us in r.tbm_us]),
+        backend=options.backend,
         tokenizer=chosen.name,
         vocabulary=chosen.vocabulary.size,
         routes=dict(Counter(r.route for r in results if r.route)),
         failures=[
-            {"id": name, "class": result.name, "reason": result.reason}
-            for name, result in zip(names, results, strict=True)
+            {"id": entry["id"], "class": result.name, "reason": result.reason}
+            for entry, result in zip(entries, results, strict=True)
             if result.name not in ("clean", "untested")
         ],
     )

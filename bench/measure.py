@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from bench.common import mean, percentile
@@ -126,11 +126,11 @@ def measure(
         for ask in asks
     ]
     try:
-        decoding, since = None, start
+        decoding, decoding_s = None, start
         while any(ticket.output is None for ticket in tickets):
             engine.step()
             if decoding is None and all(map(_has_begun, tickets)):
-                decoding, since = copy(engine.figures), time.perf_counter()
+                decoding, decoding_s = copy(engine.figures), time.perf_counter()
         end = time.perf_counter()
         outputs = tuple(ticket.output for ticket in tickets if ticket.output is not None)
     finally:
@@ -138,8 +138,7 @@ def measure(
     for number, output in enumerate(outputs):
         if output.error is not None:
             raise RequestFailed(f"request {number} ended with an error: {output.error}")
-    whole = _difference(engine.figures, before)
-    decoded = _difference(engine.figures, decoding or before)
+    whole, decoded = since(engine, before), since(engine, decoding or before)
     return Measured(
         seconds=end - start,
         steps=whole.steps,
@@ -147,7 +146,7 @@ def measure(
         grammar_ms=whole.grammar_ms / whole.steps,
         exposed_ms=whole.exposed_ms / whole.steps,
         hidden_fraction=whole.hidden_fraction,
-        grammar_share=decoded.grammar_ms / ((end - since) * 1e3) if end > since else 0.0,
+        grammar_share=decoded.grammar_ms / ((end - decoding_s) * 1e3) if end > decoding_s else 0.0,
         outputs=outputs,
     )
 
@@ -156,9 +155,7 @@ def _has_begun(ticket: RequestHandle) -> bool:
     return bool(ticket.deltas) or ticket.output is not None
 
 
-def _difference(later: StepFigures, earlier: StepFigures) -> StepFigures:
-    return StepFigures(
-        later.steps - earlier.steps,
-        later.grammar_ms - earlier.grammar_ms,
-        later.exposed_ms - earlier.exposed_ms,
-    )
+def since(engine: Engine, before: StepFigures) -> StepFigures:
+    """What the engine's totals have grown by."""
+    pairs = zip(astuple(engine.figures), astuple(before), strict=True)
+    return StepFigures(*(now - then for now, then in pairs))

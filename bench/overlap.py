@@ -11,17 +11,15 @@ The modes differ in nothing else: one static tier, no deadline for masks, all re
 before the first step, ``--threads`` (default 1) for torch's own operations, greedy, the same
 compiled grammars. A round of everything goes first and is not counted. Modes are compared pair by
 pair, each with the ``none`` of its repetition; which of them begins changes with every repetition.
-Outputs and accept lengths must be the same in all modes: else the difference is printed, and in
-float32 the exit status is 1 (elsewhere two tokens may be as close as sums in another order are).
+Outputs and accept lengths must be the same in all modes: else it is told, and in float32 the exit
+status is 1 (elsewhere two tokens may be as close as sums in another order are).
 
 Fields of the last line, beside those of every record (``bench.common``):
     modes: Mode → figures at batch 4 (else at the first batch), as in ``overlap_spec.types`` and
         ``bench.measure``: medians over the repetitions. ``grammar_ms``, ``exposed_ms`` and
         ``step_ms`` are means over steps; ``hidden_fraction`` is over all steps of all repetitions.
-    saving_share: (none.tpot - once.tpot) / (grammar share of none's step * none.tpot), there: 1
-        means that all grammar time went. None where there is no grammar time.
-    rows: Kind of traffic → ``modes`` as above, and spreads of ``ratio_seconds``, ``ratio_tpot``
-        (mode → pair by pair) and ``saving_share``. *JSON union* has costly masks.
+    rows: Kind of traffic → ``modes`` as above, and spreads of ``ratio_seconds`` and ``ratio_tpot``
+        (mode → pair by pair). *JSON union* has costly masks.
     batches: Batch size → the same.
     schemas: Which schemas were drawn.
     equal: Outputs and accept lengths are the same in all modes.
@@ -32,7 +30,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,15 +38,9 @@ from typing import Any
 
 import torch
 
-from bench.common import Run, fail, flags, median, paired, rounded, spread
-from bench.measure import Measured, measure
-from bench.targets import (
-    add_model_flags,
-    check_model_flags,
-    model_settings,
-    padded_target,
-    work_folder,
-)
+from bench.common import Run, command, fail, flags, median, paired, positive, sizes, spread
+from bench.measure import measure
+from bench.targets import add_model_flags, model_settings, padded_target, work_folder
 from bench.workloads import (
     Ask,
     Sample,
@@ -60,7 +52,7 @@ from bench.workloads import (
 )
 from overlap_spec.config import OVERLAP_MODES
 from overlap_spec.engine import Engine
-from overlap_spec.errors import GrammarError, OverlapSpecError
+from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.spec import Grammar
 
 MODES = tuple(reversed(OVERLAP_MODES))
@@ -113,7 +105,6 @@ QUICK = Size(
     8, 20, 10, {1: 20, 4: 20, 16: 12, 32: 10}, {JUDGED: 3, "JSON union": 3, "else": 1}
 )  # fmt: skip
 
-Results = dict[str, dict[str, list[Measured]]]
 Samples = Sequence[dict[str, Any]]
 ByMode = dict[str, list[dict[str, Any]]]
 
@@ -153,13 +144,12 @@ def accepts(engine: Engine, grammar: Grammar) -> bool:
 
 def measure_all(
     engines: dict[str, Engine], work: dict[str, list[Ask]], size: Size, run: Run
-) -> Results:
+) -> None:
     """Every workload in every mode, in turn, after a round that is not counted.
 
     The mode that begins changes with every repetition.
     """
     modes = tuple(engines)
-    results: Results = {name: {mode: [] for mode in modes} for name in work}
     total = (1 + sum(size.repetitions(name) for name in work)) * len(engines)
     with run.progress() as progress:
         task = progress.add_task("warm-up", total=total)
@@ -174,55 +164,22 @@ def measure_all(
                     engine = engines[mode]
                     progress.update(task, description=f"{name}, {mode}")
                     progress.advance(task)
-                    if run.kept(workload=name, mode=mode, repetition=repetition):
-                        continue
                     result = measure(engine, asks)
-                    results[name][mode].append(result)
                     run.sample(workload=name, mode=mode, repetition=repetition, **result.raw())
-    return results
 
 
-def differences(results: Results) -> Iterator[str]:
-    """What is not the same in all modes and repetitions, in words."""
-    for name, by_mode in results.items():
-        reference = next((result for results in by_mode.values() for result in results), None)
-        for mode, repetitions in by_mode.items():
-            for number, result in enumerate(repetitions):
-                assert reference is not None
-                where = f"{name}, {mode}, repetition {number}"
-                yield from _unlike(where, result, reference)
-
-
-def unlike_samples(samples: Samples) -> Iterator[str]:
-    """Workloads whose outputs or accept lengths are not the same in all samples: of a run that was
-    resumed, its first part is known by these alone."""
-    said: dict[str, set[tuple[str, float]]] = {}
+def differences(samples: Samples) -> list[str]:
+    """Workloads whose outputs or accept lengths are not the same in all modes and repetitions."""
+    said: dict[str, dict[tuple[str, float], list[str]]] = {}
     for sample in samples:
         figures = sample["output_sha256"], sample["accept_length"]
-        said.setdefault(sample["workload"], set()).add(figures)
-    yield from (
-        f"{name}: {len(all_)} different outputs" for name, all_ in said.items() if len(all_) > 1
-    )
-
-
-def _unlike(where: str, result: Measured, reference: Measured) -> Iterator[str]:
-    for index, (got, want) in enumerate(zip(result.outputs, reference.outputs, strict=True)):
-        if (got.token_ids, got.finish_reason) != (want.token_ids, want.finish_reason):
-            pairs = zip(got.token_ids, want.token_ids, strict=False)
-            same = next(
-                (i for i, (a, b) in enumerate(pairs) if a != b),
-                min(len(got.token_ids), len(want.token_ids)),
-            )
-            yield (
-                f"{where}: request {index} differs from token {same} on: "
-                f"{got.text[-80:]!r} ({got.finish_reason}), "
-                f"not {want.text[-80:]!r} ({want.finish_reason})"
-            )
-        elif got.stats.accept_length != want.stats.accept_length:
-            yield (
-                f"{where}: request {index} has accept length {got.stats.accept_length}, "
-                f"not {want.stats.accept_length}"
-            )
+        found = said.setdefault(sample["workload"], {}).setdefault(figures, [])
+        found.append(f"{sample['mode']} {sample['repetition']}")
+    return [
+        f"{name}: one output in {', the other in '.join(map(str, by.values()))}"
+        for name, by in said.items()
+        if len(by) > 1
+    ]
 
 
 def summary(samples: Samples) -> dict[str, Any]:
@@ -230,19 +187,15 @@ def summary(samples: Samples) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     batches: dict[str, Any] = {}
     for name, by_mode in group(samples).items():
-        shares = saving_shares(by_mode)
         entry = {
             "modes": {mode: figures(of_mode) for mode, of_mode in by_mode.items()},
             "ratio_seconds": ratios(by_mode, "seconds"),
             "ratio_tpot": ratios(by_mode, "tpot_ms"),
-            "saving_share": spread(shares) if shares else None,
         }
         (batches if name.startswith("batch ") else rows)[name] = entry
     judged = batches.get(JUDGED) or next(iter(batches.values()))
-    saving = judged["saving_share"]
     return {
         "modes": judged["modes"],
-        "saving_share": saving["median"] if saving else None,
         "rows": rows,
         "batches": {name.removeprefix("batch "): entry for name, entry in batches.items()},
     }
@@ -280,36 +233,19 @@ def ratios(by_mode: ByMode, name: str) -> dict[str, dict[str, float]]:
     return {mode: paired(values[mode], values["none"]) for mode in values if mode != "none"}
 
 
-def saving_shares(by_mode: ByMode) -> list[float]:
-    """Which share of none's grammar time once-sync saved, pair by pair; see the module's text."""
-    return [
-        (none["tpot_ms"] - once["tpot_ms"]) / (none["grammar_share"] * none["tpot_ms"])
-        for none, once in zip(by_mode["none"], by_mode.get("once-sync", ()), strict=False)
-        if none["grammar_share"] > 0
-    ]
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = flags("overlap", "The three overlap modes side by side.", resumable=True)
+    parser = flags("overlap", "The three overlap modes side by side.")
     add_model_flags(parser, "the padded embedded one")
     parser.add_argument("--data", type=Path, help="schemas, as rows of JSONSchemaBench")
-    parser.add_argument("--threads", type=int, default=1, help="of a pass (default 1)")
-    parser.add_argument("--batches", help="these batch sizes alone, with commas between")
-    parser.add_argument("--max-tokens", type=int, help="of an output, with --batches")
+    parser.add_argument("--threads", type=positive, default=1, help="of a pass (default 1)")
+    parser.add_argument("--batches", type=sizes, help="these alone, with commas between")
+    parser.add_argument("--max-tokens", type=positive, help="of an output, with --batches")
     parser.add_argument("--modes", nargs="+", choices=MODES, help="these beside none")
-    parser.add_argument("--repetitions", type=int, help="of everything")
+    parser.add_argument("--repetitions", type=positive, help="of everything")
     options = parser.parse_args(arguments)
-    check_model_flags(parser, options)
-    try:
-        options.batches = [int(size) for size in (options.batches or "").split(",") if size]
-    except ValueError:
-        parser.error(f"--batches must be numbers with commas between: {options.batches}")
     if options.max_tokens is not None and not options.batches:
         parser.error("--max-tokens needs --batches")
-    given = (options.threads, options.max_tokens, options.repetitions, *options.batches)
-    if any(number is not None and number < 1 for number in given):
-        parser.error("--threads, --batches, --max-tokens and --repetitions must be at least 1")
     return options
 
 
@@ -324,39 +260,35 @@ def chosen_size(options: argparse.Namespace) -> Size:
     return size
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     options = parse(arguments)
     size = chosen_size(options)
     run = Run("overlap", options, arguments)
     torch.set_num_threads(options.threads)
-    try:
-        weights = model_settings(options, run.console)
-        if not weights:
-            target, head = padded_target(work_folder(options.work), run.console)
-            weights = {"model": str(target), "draft": str(head)}
-        with ExitStack() as stack:
-            modes = [m for m in MODES if m == "none" or m in (options.modes or MODES)]
-            settings = {"threads": options.threads, "max_running_requests": size.most_requests}
-            engines = open_engines(stack, weights, modes, **settings)
-            first = engines["none"]
-            samples = choose_samples(
-                read_samples(options.data),
-                size.schemas,
-                options.seed,
-                lambda grammar: accepts(first, grammar),
-            )
-            results = measure_all(engines, workloads(samples, size), size, run)
-            vocabulary = first.tokenizer.vocab_size
-            exact = first.core.worker.runner.pool.k.dtype is torch.float32
-    except OverlapSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    wrong = [*differences(results), *unlike_samples(run.samples)]
-    record = summary(run.samples)
+    weights = model_settings(options, run.console)
+    if not weights:
+        target, head = padded_target(work_folder(options.work), run.console)
+        weights = {"model": str(target), "draft": str(head)}
+    with ExitStack() as stack:
+        modes = [m for m in MODES if m == "none" or m in (options.modes or MODES)]
+        settings = {"threads": options.threads, "max_running_requests": size.most_requests}
+        engines = open_engines(stack, weights, modes, **settings)
+        first = engines["none"]
+        samples = choose_samples(
+            read_samples(options.data),
+            size.schemas,
+            options.seed,
+            lambda grammar: accepts(first, grammar),
+        )
+        measure_all(engines, workloads(samples, size), size, run)
+        vocabulary = first.tokenizer.vocab_size
+        exact = first.core.worker.runner.pool.k.dtype is torch.float32
+    wrong = differences(run.samples)
     run.finish(
         size.repetitions(JUDGED),
-        **rounded(record),
+        **summary(run.samples),
         schemas=[sample.id for sample in samples],
         vocabulary=vocabulary,
         equal=not wrong,

@@ -1,22 +1,20 @@
 """A checkpoint padded to the cost of a larger model, with the function of the small one.
 
 ``python -m bench.padded --like 0.75b OUT`` writes ``OUT/target`` and ``OUT/eagle3``; a benchmark
-that is told ``--model 0.75b`` does so by itself. Why text and acceptance stay the same (d, n, eps:
-the source's hidden size, head size, eps; D: ours):
+that is told ``--model 0.75b`` does so by itself. Why text and acceptance stay the same (d, eps:
+the source's hidden size and eps; D: ours):
 
 *Width.* What writes into the residual stream has zero rows for the D - d new channels, so these
 stay 0, and zero columns for new heads and inner channels, whose own weights are random. RMSNorm's
 mean of squares shrinks by d / D exactly: norm weights are multiplied by sqrt(d / D), and
-``rms_norm_eps`` by d / D. Query and key norms share that eps but not the mean; a factor
-sqrt(d / D) on their projections makes up for it.
+``rms_norm_eps`` by d / D.
 
 *Depth.* New layers follow the source's and add 0. Feature layers keep their numbers, which are
 written out where the source relies on the published rule.
 
 *Heads.* A new key-value head holds an old one with as many of its query heads as fit; where they
-do not all fit, a copy of it holds the rest. head_dim grows by whole multiples r: theta^(-2i / n)
-is theta^(-2ri / (rn)), so channel ri turns as channel i did (a rope rule that breaks this is
-refused); sqrt(r) on the queries undoes the new 1 / sqrt(head_dim).
+do not all fit, a copy of it holds the rest. Heads keep their size, so that positions turn as they
+did.
 
 *Vocabulary.* One new channel is c = 2^-40 in every embedding. Nothing writes or reads it but the
 final norm, which makes it c * weight / rho = 1 / rho, rho = sqrt(mean + eps). Real rows of lm_head
@@ -26,17 +24,19 @@ L >= 4 rho_max (1e4 + 2 R) every new logit is 1e4 below every real one, whatever
 probability underflows to exactly 0 up to temperature 90. To a sum of squares c adds at most
 1e-15 of its eps term for any d and eps in use. Float16 cannot hold c.
 
-What is left is the rounding of sums in another order. A tensor whose factor is no power of two
-stays float32, as bfloat16 would round it: exact where the engine computes in float32, as on the
-CPU. With D = d * 4^k and r = 4^k there is none.
+What is left is the rounding of sums in another order. A norm whose factor is no power of two is
+written in float32, as bfloat16 would round it: exact where the engine computes in float32, as on
+the CPU. With D = d * 4^k there is none.
+
+A source is a Llama without biases or norms of queries and keys, and a head of its sizes.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -46,60 +46,384 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
-from bench.padding.sizes import PRESET_DTYPE, PRESETS, Sizes, check_rope, grow, like
-from bench.padding.tensors import Padder, Part, Source, draft_parts, target_parts
-from bench.padding.tokenizer import pad_tokenizer
+from bench.common import command, positive
+from bench.padded_tokenizer import pad_tokenizer
 from overlap_spec.config import EMBEDDED
-from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
+from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.eagle3 import feature_layers, read_eagle3_config
 
 SHARD_BYTES = 2 << 30
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+CONSTANT = 2.0**-40
+MARGIN = 1e4
+SPREAD = 0.035  # uniform weights in ±SPREAD: a standard deviation of 0.02
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes to pad to, in elements; None keeps the source's."""
+
+    vocab: int | None = None
+    hidden: int | None = None
+    layers: int | None = None
+    intermediate: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+
+
+# The shapes of published models, and one of 0.75 billion parameters, with the head sizes that their
+# numbers of heads are for; all are published in bfloat16.
+PRESETS = {
+    "0.75b": (Sizes(151936, 1024, 24, 4864, 16, 8), 64),
+    "llama-3.1-8b": (Sizes(128256, 4096, 32, 14336, 32, 8), 128),
+    "llama-3.2-1b": (Sizes(128256, 2048, 16, 8192, 32, 8), 64),
+    "qwen2.5-0.5b": (Sizes(151936, 896, 24, 4864, 14, 2), 64),
+    "qwen3-8b": (Sizes(151936, 4096, 36, 12288, 32, 8), 128),
+}
+
+
+def like(preset: str, source: ModelConfig) -> Sizes:
+    """A preset's sizes. The head size stays the source's; the number of heads grows instead, to
+    matrices and caches of the preset's sizes."""
+    sizes, head_dim = PRESETS[preset]
+    scale = head_dim / source.head_dim
+    heads, kv_heads = (round((n or 0) * scale) for n in (sizes.heads, sizes.kv_heads))
+    return replace(sizes, heads=heads, kv_heads=kv_heads)
+
+
+def grow(old: ModelConfig, sizes: Sizes) -> ModelConfig:
+    """The padded shape of ``old``.
+
+    Raises:
+        ConfigError: a size below the source's, or one that cannot be reached exactly.
+    """
+    hidden = sizes.hidden or old.hidden_size
+    heads = sizes.heads or old.num_heads
+    vocab = sizes.vocab or old.vocab_size
+    if sizes.hidden is None and vocab > old.vocab_size:
+        # New tokens need a channel of their own; transformers wants a multiple of the heads.
+        step = math.lcm(16, heads)
+        hidden = (hidden // step + 1) * step
+    new = replace(
+        old,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_layers=sizes.layers or old.num_layers,
+        intermediate_size=sizes.intermediate or old.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=sizes.kv_heads or old.num_kv_heads,
+    )
+    for name in ("vocab_size", "hidden_size", "num_layers", "intermediate_size"):
+        if getattr(new, name) < getattr(old, name):
+            raise ConfigError(f"{name} {getattr(new, name)} is below {getattr(old, name)}")
+    if vocab > old.vocab_size and hidden == old.hidden_size:
+        raise ConfigError(f"a larger vocabulary needs a spare channel: hidden over {hidden}")
+    if new.num_heads % new.num_kv_heads or hidden % new.num_heads:
+        raise ConfigError(
+            f"heads {new.num_heads} must be a multiple of kv_heads {new.num_kv_heads} and divide "
+            f"hidden {hidden}"
+        )
+    place_heads(old, new)
+    return new
+
+
+def place_heads(old: ModelConfig, new: ModelConfig) -> tuple[dict[int, int], dict[int, int]]:
+    """New query head → old one, new key-value head → old one; ConfigError if they do not fit."""
+    group, width = old.num_heads // old.num_kv_heads, new.num_heads // new.num_kv_heads
+    queries: dict[int, int] = {}
+    keys: dict[int, int] = {}
+    for kv in range(old.num_kv_heads):
+        for start in range(0, group, width):
+            slot = len(keys)
+            keys[slot] = kv
+            for i in range(start, min(start + width, group)):
+                queries[slot * width + i - start] = kv * group + i
+    if len(keys) > new.num_kv_heads:
+        raise ConfigError(
+            f"{old.num_heads} heads over {old.num_kv_heads} key-value heads need {len(keys)} of "
+            f"them in groups of {width}: kv_heads {new.num_kv_heads} is too few"
+        )
+    return queries, keys
+
+
+class Source:
+    """The tensors of a checkpoint folder by name, read one at a time.
+
+    Raises:
+        CheckpointError: no ``model*.safetensors``, or a tensor that is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        shards = sorted(path.glob("model*.safetensors"))
+        if not shards:
+            raise CheckpointError(f"{path} holds no model*.safetensors")
+        self._files: dict[str, Any] = {}
+        for shard in shards:
+            file = safe_open(shard, framework="pt")
+            self._files.update(dict.fromkeys(file.keys(), file))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all weights, sorted."""
+        return sorted(name for name in self._files if not name.endswith("rotary_emb.inv_freq"))
+
+    def get(self, name: str) -> Tensor:
+        """The tensor ``name``; CheckpointError where there is none."""
+        if name not in self._files:
+            raise CheckpointError(f"{self.path}: missing weights: {name}")
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+
+@torch.no_grad()
+def bounds(source: Source, config: ModelConfig) -> tuple[float, float]:
+    """Bounds on rho before the final norm and on \\|row . h\\| after it, from weights alone.
+
+    A normed vector is at most ``sqrt(d) * max \\|weight\\|`` long, attention averages values, and
+    ``\\|silu(g) * u\\| <= \\|g\\| * \\|u\\|``; Frobenius norms bound products with matrices.
+    """
+
+    def top(name: str) -> float:
+        return math.sqrt(config.hidden_size) * float(source.get(name).double().abs().max())
+
+    def linear(name: str, length: float) -> float:
+        return float(source.get(f"{name}.weight").double().norm()) * length
+
+    embedding = source.get("model.embed_tokens.weight")
+    length = float(embedding.double().norm(dim=1).max())
+    for layer in range(config.num_layers):
+        at = f"model.layers.{layer}."
+        normed = top(f"{at}input_layernorm.weight")
+        value = math.sqrt(config.num_heads) * linear(f"{at}self_attn.v_proj", normed)
+        length += linear(f"{at}self_attn.o_proj", value)
+        normed = top(f"{at}post_attention_layernorm.weight")
+        inner = linear(f"{at}mlp.gate_proj", normed) * linear(f"{at}mlp.up_proj", normed)
+        length += linear(f"{at}mlp.down_proj", inner)
+    rho = math.sqrt(length**2 / config.hidden_size + config.rms_norm_eps)
+    head = source.get(head_name(source)).double()
+    row = max(float(head.norm(dim=1).max()), SPREAD * math.sqrt(config.hidden_size))
+    return rho, row * top("model.norm.weight")
+
+
+def head_name(source: Source) -> str:
+    """The target's output matrix: its own, or the tied embedding."""
+    return "lm_head.weight" if "lm_head.weight" in source.names else "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor to be written: made only when its turn comes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of ``size`` in which entry ``new[i]`` is the source's entry ``old[i]``."""
+
+    size: int
+    new: Tensor
+    old: Tensor
+
+    @classmethod
+    def first(cls, old: int, new: int, blocks: int = 1) -> Axis:
+        """``blocks`` runs of ``old`` entries, each at the start of ``new``."""
+        index = torch.arange(old * blocks)
+        return cls(new * blocks, index // old * new + index % old, index)
+
+
+class Padder:
+    """Rules that turn one tensor of a target or a draft head into its padded form.
+
+    Args:
+        source: The checkpoint.
+        old, new: Its shape and the padded one.
+        dtype: Of what is written, but for norms that only float32 holds exactly.
+        seed: Of the random weights.
+    """
+
+    def __init__(
+        self, source: Source, old: ModelConfig, new: ModelConfig, dtype: torch.dtype, seed: int
+    ) -> None:
+        self.source, self.old, self.new, self.dtype, self.seed = source, old, new, dtype, seed
+        self.shrink = math.sqrt(old.hidden_size / new.hidden_size)
+        queries, keys = place_heads(old, new)
+        hidden = Axis.first(old.hidden_size, new.hidden_size)
+        query, key = (
+            self._heads(m, n) for m, n in ((queries, new.num_heads), (keys, new.num_kv_heads))
+        )
+        inner = Axis.first(old.intermediate_size, new.intermediate_size)
+        vocab = Axis.first(old.vocab_size, new.vocab_size)
+        self.axes: dict[str, tuple[Axis, ...]] = {
+            "q_proj": (query, hidden), "k_proj": (key, hidden), "v_proj": (key, hidden),
+            "o_proj": (hidden, query), "down_proj": (hidden, inner),
+            "gate_proj": (inner, hidden), "up_proj": (inner, hidden),
+            "embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden),
+        }  # fmt: skip
+        for norm in ("input_layernorm", "post_attention_layernorm", "hidden_norm", "norm"):
+            self.axes[norm] = (hidden,)
+
+    def _heads(self, placed: dict[int, int], count: int) -> Axis:
+        """Rows of the new heads."""
+        size = self.old.head_dim
+        lane = torch.arange(size)
+        new, old = (
+            (torch.tensor(list(heads))[:, None] * size + lane).flatten()
+            for heads in (placed, placed.values())
+        )
+        return Axis(count * size, new, old)
+
+    def part(
+        self,
+        name: str,
+        source: str | None,
+        finish: Callable[[Tensor], None] | None = None,
+    ) -> Part:
+        """The padded form of ``source``; of nothing (a new layer's) where that is None."""
+        module, kind = ("", *name.split("."))[-2:]
+        if module not in self.axes or kind != "weight":
+            raise CheckpointError(f"{self.source.path}: {name} is not a weight that can be padded")
+        axes = self.axes[module]
+        factor = self.shrink if source and len(axes) == 1 else 1.0
+        exact = math.frexp(factor)[0] == 0.5
+        dtype = self.dtype if exact else torch.float32
+        silent = len(axes) < 2 or module in ("o_proj", "down_proj", "fc")
+
+        def make() -> Tensor:
+            out = torch.zeros([axis.size for axis in axes], dtype=dtype)
+            if not silent:
+                digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+                out.uniform_(-SPREAD, SPREAD, generator=generator)
+            if source is not None:
+                self._fill(out, module, axes, self.source.get(source), factor)
+            if finish is not None:
+                finish(out)
+            return out
+
+        return Part(name, tuple(axis.size for axis in axes), dtype, make)
+
+    def _fill(
+        self, out: Tensor, module: str, axes: Sequence[Axis], values: Tensor, factor: float
+    ) -> None:
+        """Write the source's ``values``, scaled, into ``out``."""
+        expected = [len(axis.old.unique()) for axis in axes]
+        if list(values.shape) != expected:
+            raise CheckpointError(
+                f"{self.source.path}: a {module} has shape {list(values.shape)}, not {expected}"
+            )
+        scaled = (values.double() * factor).to(out.dtype)
+        if len(axes) == 1:
+            out[axes[0].new] = scaled[axes[0].old]
+        else:
+            rows, columns = axes
+            out[rows.new[:, None], columns.new] = scaled[rows.old[:, None], columns.old]
+
+
+def target_parts(padder: Padder) -> list[Part]:
+    """Every tensor of the padded target, in the order of the model."""
+    old, new, source = padder.old, padder.new, padder.source
+    channel, grown = old.hidden_size, new.vocab_size > old.vocab_size
+    rho, reach = bounds(source, old) if grown else (1.0, 0.0)
+    depth = 2.0 ** math.ceil(math.log2(4 * rho * (MARGIN + 2 * reach)))
+
+    def embed(table: Tensor) -> None:
+        table[:, channel:] = 0
+        if grown:
+            table[:, channel] = CONSTANT
+
+    def read(weight: Tensor) -> None:
+        if grown:
+            weight[channel] = 1 / CONSTANT
+
+    def mute(table: Tensor) -> None:
+        if grown:
+            table[: old.vocab_size, channel] = 0
+            table[old.vocab_size :, channel] = -depth
+
+    parts = [padder.part("model.embed_tokens.weight", "model.embed_tokens.weight", embed)]
+    first = "model.layers.0."
+    leaves = [name.removeprefix(first) for name in source.names if name.startswith(first)]
+    for layer in range(new.num_layers):
+        for leaf in leaves:
+            name = f"model.layers.{layer}.{leaf}"
+            if layer < old.num_layers:
+                parts.append(padder.part(name, name))
+            else:
+                busy = (lambda weight: weight.fill_(1)) if leaf.endswith("norm.weight") else None
+                parts.append(padder.part(name, None, busy))
+    parts.append(padder.part("model.norm.weight", "model.norm.weight", read))
+    parts.append(padder.part("lm_head.weight", head_name(source), mute))
+    strange = set(source.names) - {part.name for part in parts}
+    if strange:
+        raise CheckpointError(f"{source.path}: weights that no layer takes: {sorted(strange)[:5]}")
+    return parts
+
+
+def draft_parts(padder: Padder, draft_vocab: int) -> list[Part]:
+    """Every tensor of the padded draft head."""
+    old, new, source = padder.old, padder.new, padder.source
+    one, two, three = (Axis.first(old.hidden_size, new.hidden_size, n) for n in (1, 2, 3))
+    padder.axes["fc"] = (one, three)
+    padder.axes["lm_head"] = (Axis.first(draft_vocab, draft_vocab), one)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        padder.axes[name] = (padder.axes[name][0], two)
+
+    def reachable() -> Tensor:
+        extra = torch.zeros(new.vocab_size - old.vocab_size, dtype=torch.bool)
+        return torch.cat([source.get("t2d").bool(), extra])
+
+    parts = []
+    for name in source.names:
+        if name == "d2t":
+            parts.append(Part(name, (draft_vocab,), torch.int64, lambda: source.get("d2t").long()))
+        elif name == "t2d":
+            parts.append(Part(name, (new.vocab_size,), torch.bool, reachable))
+        else:
+            parts.append(padder.part(name, name))
+    return parts
 
 
 def write_parts(parts: Sequence[Part], folder: Path, step: Callable[[int], None]) -> None:
-    """Write safetensors shards of at most 2 GiB (or one tensor), one tensor in memory at a time.
+    """Write safetensors shards of at most 2 GiB (or one tensor), a shard in memory at a time.
 
     Args:
-        step: Called with the bytes of each tensor that was written.
+        step: Called with the bytes of each tensor that was made.
     """
     shards: list[list[Part]] = [[]]
     for part in parts:
         if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > SHARD_BYTES:
             shards.append([])
         shards[-1].append(part)
-    kinds = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
     where: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         name = name if len(shards) > 1 else "model.safetensors"
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        start = 0
-        for part in sorted(shard, key=lambda p: -p.dtype.itemsize):
-            span = [start, start := start + part.bytes]
-            header[part.name] = {
-                "dtype": kinds[part.dtype], "shape": part.shape, "data_offsets": span
-            }  # fmt: skip
-            where[part.name] = name
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with (folder / name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for part in sorted(shard, key=lambda p: -p.dtype.itemsize):
-                tensor = part.make()
-                assert tensor.shape == part.shape, part.name
-                assert tensor.dtype == part.dtype, part.name
-                tensor.flatten().view(torch.uint8).numpy().tofile(file)
-                step(part.bytes)
+        made = {}
+        for part in shard:
+            made[part.name], where[part.name] = part.make(), name
+            step(part.bytes)
+        save_file(made, folder / name, {"format": "pt"})
     if len(shards) > 1:
         total = sum(part.bytes for part in parts)
         index = {"metadata": {"total_size": total}, "weight_map": where}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
-def config_fields(old: ModelConfig, new: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def config_fields(old: ModelConfig, new: ModelConfig) -> dict[str, Any]:
     """What a padded ``config.json`` says otherwise than its source."""
     return {
         "vocab_size": new.vocab_size,
@@ -111,7 +435,6 @@ def config_fields(old: ModelConfig, new: ModelConfig, dtype: torch.dtype) -> dic
         "head_dim": new.head_dim,
         "rms_norm_eps": old.rms_norm_eps * old.hidden_size / new.hidden_size,
         "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
     }
 
 
@@ -124,52 +447,38 @@ class Job:
     config: dict[str, Any]
 
 
-def target_job(source: Path, sizes: Sizes, dtype: str | None, seed: int, out: Path) -> Job:
-    """The padded target; ``dtype`` None keeps the source's."""
+def target_job(source: Path, sizes: Sizes, seed: int, out: Path) -> Job:
+    """The padded target."""
     tensors, old = Source(source), read_config(source)
     new = grow(old, sizes)
-    kind = DTYPES[dtype] if dtype else tensors.get("model.embed_tokens.weight").dtype
-    padder = Padder(tensors, old, new, kind, seed)
-    hf = read_json(source / "config.json")
-    hf.pop("dtype", None)
-    if hf.get("layer_types"):
-        hf["layer_types"] += ["full_attention"] * (new.num_layers - old.num_layers)
-    config = hf | config_fields(old, new, kind)
-    return Job(out, target_parts(padder), config)
+    dtype = tensors.get("model.embed_tokens.weight").dtype
+    parts = target_parts(Padder(tensors, old, new, dtype, seed))
+    return Job(out, parts, read_json(source / "config.json") | config_fields(old, new))
 
 
-def draft_job(
-    draft: Path, source: Path, sizes: Sizes, dtype: str | None, seed: int, out: Path
-) -> Job:
-    """The padded draft head of ``source``; it grows with the target where its sizes are its."""
+def draft_job(draft: Path, source: Path, sizes: Sizes, seed: int, out: Path) -> Job:
+    """The padded draft head of ``source``, which grows as the target does."""
     tensors, config, target = Source(draft), read_eagle3_config(draft), read_config(source)
     old, grown = config.layer, grow(target, sizes)
-    if old.vocab_size != target.vocab_size or config.target_hidden_size != target.hidden_size:
-        raise CheckpointError(f"{draft} is no draft head of {source}: other vocabulary or width")
-    wide = old.hidden_size == target.hidden_size
-    heads = ("num_heads", "num_kv_heads", "head_dim")
-    same = wide and all(getattr(old, name) == getattr(target, name) for name in heads)
-    new = replace(
-        old,
-        vocab_size=grown.vocab_size,
-        hidden_size=grown.hidden_size if wide else old.hidden_size,
-        intermediate_size=max(grown.intermediate_size, old.intermediate_size)
-        if grown.intermediate_size > target.intermediate_size
-        else old.intermediate_size,
-        **({name: getattr(grown, name) for name in heads} if same else {}),
+    same = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
     )
-    check_rope(old, new)
-    kind = DTYPES[dtype] if dtype else tensors.get("fc.weight").dtype
-    padder = Padder(tensors, old, new, kind, seed + 1)
-    hf = read_json(draft / "config.json")
-    hf.pop("dtype", None)
-    fields = config_fields(old, new, kind) | {
+    if any(getattr(old, name) != getattr(target, name) for name in same):
+        raise CheckpointError(f"{draft} is no draft head of {source}: other sizes")
+    new = replace(old, **{name: getattr(grown, name) for name in same})
+    padder = Padder(tensors, old, new, tensors.get("fc.weight").dtype, seed + 1)
+    fields = config_fields(old, new) | {
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": grown.hidden_size,
         "eagle_aux_hidden_state_layer_ids": [i - 1 for i in feature_layers(config, target)],
     }
-    hidden = (target.hidden_size, grown.hidden_size)
-    return Job(out, draft_parts(padder, config.draft_vocab_size, hidden), hf | fields)
+    parts = draft_parts(padder, config.draft_vocab_size)
+    return Job(out, parts, read_json(draft / "config.json") | fields)
 
 
 def pad(
@@ -177,16 +486,14 @@ def pad(
     draft: Path | None,
     out: Path,
     sizes: Sizes,
-    dtype: str | None = None,
     seed: int = 0,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Write ``out/target`` and, where there is a ``draft``, ``out/eagle3``.
+    """Write ``out/target`` and, where there is a ``draft``, ``out/eagle3``, in the source's type.
 
     Args:
         source, draft: Folders of a target and its EAGLE-3 head.
         sizes: What to grow.
-        dtype: ``bfloat16`` or ``float32``; None keeps the source's.
         seed: Of random weights and token texts; the same seed writes the same bytes.
         console: Where progress is shown; standard error if None.
 
@@ -198,9 +505,9 @@ def pad(
         CheckpointError: a source that cannot be padded exactly.
     """
     began = time.perf_counter()
-    jobs = [target_job(source, sizes, dtype, seed, out / "target")]
+    jobs = [target_job(source, sizes, seed, out / "target")]
     if draft is not None:
-        jobs.append(draft_job(draft, source, sizes, dtype, seed, out / "eagle3"))
+        jobs.append(draft_job(draft, source, sizes, seed, out / "eagle3"))
     for job in jobs:
         if (job.folder / "config.json").exists():
             raise ConfigError(f"{job.folder} holds a checkpoint already: choose another folder")
@@ -220,32 +527,20 @@ def pad(
     return figures | {"seconds": round(time.perf_counter() - began, 2)}
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line of figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.padded")
     parser.add_argument("out", type=Path, help="folder for target/ and eagle3/")
     parser.add_argument("--like", choices=sorted(PRESETS), help="sizes of a known model")
     for name in asdict(Sizes()):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--source", type=Path, help="target to pad; the embedded one if absent")
-    parser.add_argument("--draft-source", type=Path, help="its EAGLE-3 head, if any")
-    parser.add_argument(
-        "--dtype", choices=sorted(DTYPES), help="the known model's, or the source's, if absent"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive)
     options = parser.parse_args(arguments)
-    source = options.source or EMBEDDED / "target"
-    draft = options.draft_source or (EMBEDDED / "eagle3" if options.source is None else None)
-    try:
-        sizes = Sizes(**{name: getattr(options, name) for name in asdict(Sizes())})
-        if options.like:
-            sizes = like(options.like, read_config(source), sizes)
-        dtype = options.dtype or (PRESET_DTYPE if options.like else None)
-        figures = pad(source, draft, options.out, sizes, dtype, options.seed)
-    except OverlapSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(json.dumps(figures))
+    source = EMBEDDED / "target"
+    sizes = like(options.like, read_config(source)) if options.like else Sizes()
+    given = {name: getattr(options, name) for name in asdict(sizes)}
+    sizes = replace(sizes, **{name: size for name, size in given.items() if size is not None})
+    print(json.dumps(pad(source, EMBEDDED / "eagle3", options.out, sizes)))
 
 
 if __name__ == "__main__":

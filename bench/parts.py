@@ -13,7 +13,6 @@ all threads read of memory together when they only add.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -21,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from bench.common import Run, flags, median
+from bench.common import Run, command, flags, median, sizes
 from bench.step_cost import SETTINGS, answer
-from bench.targets import add_model_flags, check_model_flags, model_settings
+from bench.targets import add_model_flags, model_settings
 from overlap_spec import Engine
 
 # By what the name of an operation holds; the first that fits.
@@ -149,39 +147,26 @@ def measure(case: str, batch: int, settings: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+@command
+def main(arguments: Sequence[str] | None) -> dict[str, Any]:
     """The command line; returns the record."""
     parser = flags("parts", "Where the time of each pass goes, on a CPU.")
     add_model_flags(parser)
-    parser.add_argument("--batch", default="1,8", help="batch sizes, with commas between")
+    parser.add_argument("--batch", type=sizes, default=[1, 8], help="sizes, with commas between")
     parser.add_argument("--threads", type=int, help="torch's (default: the engine's choice)")
     parser.add_argument("--quantization", choices=["int8"])
-    options: argparse.Namespace = parser.parse_args(arguments)
-    check_model_flags(parser, options)
+    options = parser.parse_args(arguments)
     run = Run("parts", options, arguments)
     settings = model_settings(options, run.console) | {"device": "cpu"}
     given = {"threads": options.threads, "quantization": options.quantization}
     settings |= {name: value for name, value in given.items() if value is not None}
     found: dict[str, Any] = {}
-    for batch in map(int, options.batch.split(",")):
+    for batch in options.batch:
         for case in list(CASES)[: 2 if options.quick else None]:
             found[f"{case}, batch {batch}"] = cell = measure(case, batch, settings)
             run.sample(case=case, batch=batch, **cell)
-            run.console.print(_table(f"{case}, batch {batch}", cell))
     read = read_gb_s(options.threads or torch.get_num_threads())
     return run.finish(ROUNDS, cases=found, read_gb_s=read, model=Path(options.model or "").name)
-
-
-def _table(title: str, cell: dict[str, Any]) -> Table:
-    names = sorted({part for each in cell["passes"].values() for part in each["parts"]})
-    step = f"step {cell['step_ms']} ms, {cell['tokens_per_second']} tokens/s"
-    table = Table(title=f"{title}: {step}, weights at {cell['weights_gb_s']} GB/s")
-    for column in ("pass", "ms", *names):
-        table.add_column(column, justify="right")
-    for label, each in cell["passes"].items():
-        parts = (f"{each['parts'].get(name, 0.0):.0%}" for name in names)
-        table.add_row(label, f"{each['ms']:.2f}", *parts)
-    return table
 
 
 if __name__ == "__main__":

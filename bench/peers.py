@@ -17,7 +17,7 @@ streams and its grammar lane are threads beside them, as always.
 
 - ``overlap-spec``: the engine at its defaults; ``overlap-spec plain``: without drafts;
   ``by hand: …``: with the settings of ``--by-hand NAME=VALUE,…``, given once or more.
-- ``transformers + xgrammar``, ``transformers assisted``, ``outlines``: see ``how`` in the record.
+- ``transformers + xgrammar``, ``transformers assisted``: see ``how`` in the record.
 - ``vllm …``, ``llama-server …``: their own servers, which the run starts and ends, plain and with
   an EAGLE-3 chain of 5 (llama.cpp's also in Q8_0 and Q4_K_M): see ``bench.backends.launched``. They
   are looked for on PATH; ``--peer vllm=PYTHON`` and ``--peer llama-server=PROGRAM`` say where.
@@ -45,11 +45,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -62,13 +60,13 @@ from bench.backends.base import System, Task, figures, percentiles, rate
 from bench.backends.engine import EngineSystem
 from bench.backends.launched import PEERS, Work, open_peers, temporary_folder
 from bench.client import ServerSystem
-from bench.common import Run, fail, flags, median, paired, rounded
+from bench.common import Run, command, fail, flags, median, paired, positive, sizes, versions
 from bench.json_schema import is_valid
-from bench.targets import add_model_flags, check_model_flags, model_settings
+from bench.targets import add_model_flags, model_settings
 from examples.embedded_model.data import held_out_cases
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
-from overlap_spec.errors import ConfigError, OverlapSpecError
+from overlap_spec.errors import ConfigError
 from overlap_spec.memory import machine_bytes
 from overlap_spec.worker.build import pick_device, pick_dtype
 
@@ -80,17 +78,14 @@ LARGE_BY_HAND = "adaptive=static,eagle_topk=4,num_draft_tokens=16"
 BATCHES = (1, 16)
 # Requests that are measured right after the start.
 FIRST = 3
-LOCAL: dict[str, Callable[[hf.Checkpoint], hf.TransformersSystem]] = {
+LOCAL: dict[str, Callable[[hf.Checkpoint], hf.XGrammarSystem]] = {
     "transformers + xgrammar": hf.XGrammarSystem,
     "transformers assisted": hf.AssistedSystem,
-    "outlines": hf.OutlinesSystem,
 }
 # Whose steps are compiled, which pays on a GPU alone.
 STATIC = "transformers + xgrammar, static cache"
 SERVERS = ("sglang",)
-PACKAGES = (
-    "transformers", "outlines", "outlines-core", "sglang", "gguf",
-)  # fmt: skip
+PACKAGES = ("transformers", "sglang", "gguf")
 
 
 def make_tasks(options: argparse.Namespace) -> list[Task]:
@@ -205,13 +200,11 @@ def named_peer(text: str) -> tuple[str, str]:
 def compile_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None:
     """Compile every schema where a system compiles by itself."""
     for name, system in systems.items():
-        if isinstance(system, EngineSystem | hf.TransformersSystem):
-            told = run.kept(kind="compile", system=name)
+        if isinstance(system, EngineSystem | hf.XGrammarSystem):
             for task in tasks:
                 assert task.schema is not None
                 ms = system.compile_ms(task.schema)
-                if told is None:
-                    run.sample(kind="compile", system=name, compile_ms=ms)
+                run.sample(kind="compile", system=name, compile_ms=ms)
 
 
 def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None:
@@ -224,8 +217,8 @@ def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None
         bar = progress.add_task("first requests and warm-up", total=total)
         for name in names:
             first = systems[name].run(tasks[:FIRST], 1).raw()
-            # A server of others was started before; what was kept of a resumed run stands.
-            if type(systems[name]) is not ServerSystem and not run.kept(kind="first", system=name):
+            # A server of others was started before.
+            if type(systems[name]) is not ServerSystem:
                 run.sample(kind="first", system=name, **first)
             for batch in batches:
                 systems[name].run(tasks[:batch], batch)
@@ -237,8 +230,6 @@ def ask_all(systems: dict[str, System], tasks: Sequence[Task], run: Run) -> None
                 for name in names[turn:] + names[:turn]:
                     progress.update(bar, description=f"batch {batch}, {name}")
                     progress.advance(bar)
-                    if run.kept(kind="answers", system=name, batch=batch, repetition=repetition):
-                        continue
                     # Weights that rest while others have their turn are slow to read again.
                     systems[name].run([dataclasses.replace(tasks[0], max_tokens=4)], 1)
                     raw = systems[name].run(part, batch).raw()
@@ -356,14 +347,14 @@ def faults(record: dict[str, Any], exact: bool = True) -> list[str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = flags("peers", "The same work through other systems, in one run.", resumable=True)
+    parser = flags("peers", "The same work through other systems, in one run.")
     parser.add_argument(
         "--peer", action="append", metavar="KIND=PROGRAM", help=f"its program: {', '.join(PEERS)}"
     )
     parser.add_argument("--server", action="append", metavar="NAME=URL", help="a server to measure")
     add_model_flags(parser)
-    parser.add_argument("--threads", type=int, default=1, help="of a pass (default 1)")
-    parser.add_argument("--batches", help="requests at once, with commas between (default 1,16)")
+    parser.add_argument("--threads", type=positive, default=1, help="of a pass (default 1)")
+    parser.add_argument("--batches", type=sizes, default=BATCHES, help="at once (default 1,16)")
     parser.add_argument(
         "--by-hand",
         action="append",
@@ -379,76 +370,49 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help=f"leave one out: {', '.join((*LOCAL, *PEERS))}, or one of a peer's rows; "
         "may be given again",
     )
-    parser.add_argument("--repetitions", type=int, help="9, or 3 with --quick")
-    parser.add_argument("--cases", type=int, help="requests; those of the largest batch if absent")
-    parser.add_argument("--max-tokens", type=int, default=160, help="of an answer (default 160)")
+    parser.add_argument("--repetitions", type=positive, help="9, or 3 with --quick")
+    parser.add_argument("--cases", type=positive, help="requests; the largest batch's if absent")
+    parser.add_argument("--max-tokens", type=positive, default=160, help="of an answer (160)")
     options = parser.parse_args(arguments)
-    check_model_flags(parser, options)
-    try:
-        given = options.batches.split(",") if options.batches is not None else BATCHES
-        options.batches = [int(size) for size in given]
-    except ValueError:
-        parser.error(f"--batches must be numbers with commas between: {options.batches}")
-    if options.repetitions is None:
-        options.repetitions = 3 if options.quick else 9
-    if options.cases is None:
-        options.cases = max(options.batches)
-    least = (options.repetitions, options.cases, options.max_tokens, options.threads)
-    if min(*least, *options.batches) < 1:
-        parser.error(
-            "--repetitions, --cases, --max-tokens, --threads and --batches must be at least 1"
-        )
+    options.repetitions = options.repetitions or (3 if options.quick else 9)
+    options.cases = options.cases or max(options.batches)
+    options.singles = min(options.cases, 4 if options.quick else 16)
     try:
         options.peer = dict(named_peer(text) for text in options.peer or ())
     except ConfigError as error:
         parser.error(str(error))
     if options.by_hand is None:
         options.by_hand = [SMALL_BY_HAND if options.model is None else LARGE_BY_HAND]
-    options.singles = min(options.cases, 4 if options.quick else 16)
     return options
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of the peers' packages; None: not installed."""
-    found: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     options = parse(arguments)
     run = Run("peers", options, arguments)
-    run.head["versions"] |= versions()
+    run.head["versions"] |= versions(PACKAGES)
     torch.set_num_threads(options.threads)
     tasks = make_tasks(options)
-    try:
-        with ExitStack() as stack:
-            systems, missing, dtype = open_systems(stack, options, tasks, run)
-            compile_all(systems, tasks, run)
-            ask_all(systems, tasks, run)
-            how = {name: system.how for name, system in systems.items()}
-    except OverlapSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with ExitStack() as stack:
+        systems, missing, dtype = open_systems(stack, options, tasks, run)
+        compile_all(systems, tasks, run)
+        ask_all(systems, tasks, run)
+        how = {name: system.how for name, system in systems.items()}
     record = summary(run.samples)
     compiled = record.pop("compile_ms")
     record["systems"] = {
         name: {"how": text, "compile_ms": compiled.get(name)} for name, text in how.items()
     }
-    record |= {"missing": missing, "dtype": str(dtype).removeprefix("torch.")}
     run.finish(
         options.repetitions,
-        **rounded(record),
+        **record,
+        missing=missing,
+        dtype=str(dtype).removeprefix("torch."),
         max_tokens=options.max_tokens,
         threads=options.threads,
     )
-    wrong = faults(record, exact=dtype is torch.float32)
-    if wrong:
+    if wrong := faults(record, exact=dtype is torch.float32):
         fail("; ".join(wrong))
 
 

@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.common import ROOT, Run, flags, rounded
+from bench.common import Run, command, flags, positive
+from bench.gsm8k import OWN_QUESTIONS, read_rows
 from overlap_spec.config import EMBEDDED
-from overlap_spec.errors import ConfigError
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.packing import pack
 from overlap_spec.models.quantization import has_int4, quantize
@@ -39,7 +38,6 @@ from overlap_spec.models.weights import load_decoder
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.training.attention import CausalRows
 
-OWN_QUESTIONS = ROOT / "bench" / "data" / "questions.jsonl"
 # Name → its type, and its quantization.
 TYPES: dict[str, tuple[str, str | None]] = {
     "float32": ("float32", None),
@@ -60,19 +58,13 @@ def load(model: Path, name: str) -> Decoder:
 
 
 def read_texts(data: Path, tokenizer: Tokenizer, count: int) -> list[Tensor]:
-    """Token ids of the first ``count`` questions with their answers, int64 ``(T,)`` each.
-
-    Raises:
-        ConfigError: the file cannot be read as such rows.
-    """
-    try:
-        rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()[:count]]
-        pairs = [(str(row["question"]), str(row["answer"])) for row in rows]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--data {data}: no rows of question and answer: {error!r}") from None
+    """Token ids of the first ``count`` questions with their answers, int64 ``(T,)`` each."""
     return [
-        torch.tensor(tokenizer.chat([{"role": "user", "content": asked}]) + tokenizer.encode(said))
-        for asked, said in pairs
+        torch.tensor(
+            tokenizer.chat([{"role": "user", "content": row.question}])
+            + tokenizer.encode(row.answer)
+        )
+        for row in read_rows(data)[:count]
     ]
 
 
@@ -117,36 +109,25 @@ def measure_accuracy(
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     parser = flags("quantization", "Accuracy of int8 and int4 weights.")
-    parser.add_argument("--model", type=Path, help="checkpoint; the embedded one if absent")
+    parser.add_argument("--model", type=Path, default=EMBEDDED / "target", help="checkpoint")
+    plain = ["float32", "bfloat16"]
     parser.add_argument(
-        "--types",
-        nargs="+",
-        choices=["float32", "bfloat16"],
-        default=["float32", "bfloat16"],
-        help="what they are held against",
+        "--types", nargs="+", choices=plain, default=plain, help="what they are held against"
     )
     parser.add_argument("--data", type=Path, default=OWN_QUESTIONS, help="GSM8K rows, .jsonl")
-    parser.add_argument("--texts", type=int, help="of --data (default 200, quick 20)")
+    parser.add_argument("--texts", type=positive, help="of --data (default 200, quick 20)")
     options = parser.parse_args(arguments)
-    texts_wanted = options.texts or (20 if options.quick else 200)
     run = Run("quantization", options, arguments)
-    model = options.model or EMBEDDED / "target"
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    try:
-        texts = read_texts(options.data, Tokenizer(model, vocabulary), texts_wanted)
-    except ConfigError as error:
-        parser.error(str(error))
+    vocabulary = json.loads((options.model / "config.json").read_text())["vocab_size"]
+    count = options.texts or (20 if options.quick else 200)
+    texts = read_texts(options.data, Tokenizer(options.model, vocabulary), count)
     types = [*options.types, "int8", *(["int4"] if has_int4() else [])]
-    figures = measure_accuracy(run, model, types, texts)
-    table = Table("", *types, title="rounded weights against the others")
-    table.add_row("perplexity", *(f"{figures['perplexity'][name]:.4f}" for name in types))
-    for base, shares in figures["equal_greedy"].items():
-        table.add_row(f"greedy token as {base}'s", *(f"{shares[name]:.4f}" for name in types))
-    run.console.print(table)
-    run.finish(1, data=options.data.name, **rounded(figures))
+    figures = measure_accuracy(run, options.model, types, texts)
+    run.finish(1, data=options.data.name, **figures)
 
 
 if __name__ == "__main__":

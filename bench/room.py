@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Run, flags, median, percentile, rounded
+from bench.common import Run, flags, median, percentile
 from bench.maskbench import QUICK, compact, percentiles
 from bench.masks import schemas, tokens
 from bench.masks.order import Order
@@ -164,9 +164,9 @@ def main(arguments: list[str] | None = None) -> None:
         options.rounds,
         schemas=len(told),
         untold=[sample["id"] for sample in run.samples if sample["least"] is None],
-        near_ms=rounded(percentiles([ms for sample in told for ms in sample["near_ms"]])),
-        narrowed_ms=rounded(percentiles([ms for sample in told for ms in sample["narrowed_ms"]])),
-        far_ratio=rounded({**far, "n": len(ratios)}),
+        near_ms=percentiles([ms for sample in told for ms in sample["near_ms"]]),
+        narrowed_ms=percentiles([ms for sample in told for ms in sample["narrowed_ms"]]),
+        far_ratio={**far, "n": len(ratios)},
         backend=options.backend,
         vocabulary=chosen.vocabulary.size,
     )

@@ -28,7 +28,6 @@ Fields of the last line, beside those of every record (``bench.common``):
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -38,16 +37,17 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from bench.common import Run, fail, flags, median, rounded
+from bench.common import Run, command, fail, flags, median, positive, sizes
 from bench.device_model import DEVICES, Device, Oracle, TablePhases, TableStreams
-from bench.measure import GREEDY, measure
+from bench.measure import GREEDY, measure, since
 from bench.overlap import MODES, SETTINGS, accepts
 from bench.targets import padded_target, work_folder
 from bench.workloads import Ask, choose_samples, free_asks, json_asks, mixed_asks, read_samples
 from overlap_spec.engine import Engine, build
-from overlap_spec.errors import OverlapSpecError, RequestFailed
+from overlap_spec.errors import RequestFailed
 
 HIT_RATE = 0.738
+MOST_RUNNING = 64
 TEXTS, MOST_TOKENS, SHORT_TOKENS, LEAST_TOKENS = 32, 128, 32, 48
 Window = dict[str, float]
 
@@ -76,7 +76,7 @@ class Simulated:
             self.grammar_ns[:] = [0]
             while all(ticket.output is None for ticket in tickets):
                 engine.step()
-            took, after = clock.now() - start, copy(engine.figures)
+            took, grown = clock.now() - start, since(engine, before)
             waited, grammar_ms = clock.waited_ns - waited, self.grammar_ns[0] / 1e6
             tokens = engine.core.snapshot()["output_tokens"] - told
             while any(ticket.output is None for ticket in tickets):
@@ -86,14 +86,13 @@ class Simulated:
         wrong = [t.output.error for t in tickets if t.output is not None and t.output.error]
         if wrong:
             raise RequestFailed(f"a request ended with an error: {wrong[0]}")
-        steps = after.steps - before.steps
-        if steps < 2:
+        if grown.steps < 2:
             return None
         return {
-            "steps": steps, "tokens": tokens, "seconds": took / 1e9,
-            "idle_ms": after.idle_ms - before.idle_ms,
+            "steps": grown.steps, "tokens": tokens, "seconds": took / 1e9,
+            "idle_ms": grown.idle_ms,
             # The serial mode's counts other work of the machine, too.
-            "exposed_ms": min(after.exposed_ms - before.exposed_ms, grammar_ms),
+            "exposed_ms": min(grown.exposed_ms, grammar_ms),
             "grammar_ms": grammar_ms,
             "host_ms": (took - waited) / 1e6,
         }  # fmt: skip
@@ -223,11 +222,8 @@ def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         place.setdefault(sample["mode"], []).append(sample)
     devices = {
         device: {
-            kind: {
-                batch: {mode: medians(of_mode) for mode, of_mode in by_mode.items()}
-                for batch, by_mode in by_batch.items()
-            }
-            for kind, by_batch in by_kind.items()
+            kind: {b: {m: medians(of) for m, of in modes.items()} for b, modes in batches.items()}
+            for kind, batches in by_kind.items()
         }
         for device, by_kind in grouped.items()
     }
@@ -259,40 +255,26 @@ def medians(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: median(s[name] for s in samples) for name in (*names, "host_ms")}
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """The command line; ends in one JSON line."""
     parser = flags("simulated_device", "The host's code beside a device that is a table.")
     parser.add_argument("--data", type=Path, help="schemas, as rows of JSONSchemaBench")
     parser.add_argument("--work", type=Path, help="folder that keeps the padded model")
     parser.add_argument("--devices", nargs="+", choices=list(DEVICES), default=list(DEVICES))
-    parser.add_argument("--batches", default="1,4,16,64", help="with commas between")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--lanes", type=int, default=8, help="of the grammars (default 8)")
+    parser.add_argument("--batches", type=sizes, default=[1, 4, 16, 64], help="of 64 at most")
+    parser.add_argument("--repetitions", type=positive, default=3)
+    parser.add_argument("--lanes", type=positive, default=8, help="of the grammars (default 8)")
     options = parser.parse_args(arguments)
-    try:
-        options.batches = [int(size) for size in options.batches.split(",")]
-    except ValueError:
-        parser.error(f"--batches must be numbers with commas between: {options.batches}")
-    if min(*options.batches, options.repetitions, options.lanes) < 1 or max(options.batches) > 64:
-        parser.error("--batches must be 1 to 64, --repetitions and --lanes at least 1")
+    if max(options.batches) > MOST_RUNNING:
+        parser.error(f"--batches must be at most {MOST_RUNNING}")
     if options.quick:
         options.repetitions, options.batches = 1, options.batches[:2]
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; ends in one JSON line."""
-    options = parse(arguments)
     run = Run("simulated_device", options, arguments)
-    try:
-        target, head = padded_target(work_folder(options.work), run.console)
-        weights = {"model": str(target), "draft": str(head)}
-        with ExitStack() as stack:
-            measure_all(stack, weights, options, run)
-    except OverlapSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    run.finish(options.repetitions, **rounded(summary(run.samples)), hit_rate=HIT_RATE)
+    target, head = padded_target(work_folder(options.work), run.console)
+    with ExitStack() as stack:
+        measure_all(stack, {"model": str(target), "draft": str(head)}, options, run)
+    run.finish(options.repetitions, **summary(run.samples), hit_rate=HIT_RATE)
 
 
 def measure_all(
@@ -303,7 +285,8 @@ def measure_all(
     first = DEVICES[options.devices[0]]
     oracle = Oracle({}, HIT_RATE)
     for mode in MODES:
-        more = {"overlap": mode, "max_running_requests": 64, "threads": 1, "lane_threads": 0}
+        more = {"overlap": mode, "threads": 1, "lane_threads": 0}
+        more |= {"max_running_requests": MOST_RUNNING}
         side = stack.enter_context(simulated(weights, first, oracle, options.lanes, **more))
         side.engine.compiler = next(iter(sides.values()), side).engine.compiler
         sides[mode] = side

@@ -1,13 +1,13 @@
 """``auto`` on six simulated machines: how near it stays to the best fixed tier of each phase.
 
-``python -m bench.six_machines [--quick] [--json PATH] [--seed S] [--policy NAME]
-[--verifies N]`` runs no model. A
-machine is a formula for a step's time, with deviations of its own by tier and batch that no formula
-tells; a text is how often a draft of each depth is accepted, and what a tree saves of what a chain
-is refused. Every machine lives through all texts at batches of 1 to 64, in an order drawn by the
-seed, with nothing between them but new requests: that is how text, batch and grammar change in a
-server. Requests differ around their text. The policy is told coin flips and noisy times; what it
-comes to, and what each fixed tier would come to over the same requests, is told in expectation.
+``python -m bench.six_machines [--quick] [--json PATH] [--seed S] [--policy NAME] [--verifies N]``
+runs no model. A machine is a formula for a step's time, with deviations of its own by tier and
+batch that no formula tells; a text is how often a draft of each depth is accepted, and what a tree
+saves of what a chain is refused. Every machine lives through all texts at batches of 1 to 64, in an
+order drawn by the seed, with nothing between them but new requests: that is how text, batch and
+grammar change in a server. Requests differ around their text. The policy is told coin flips and
+noisy times; what it comes to, and what each fixed tier would come to over the same requests, is
+told in expectation.
 
 Fields of the last line, beside those of every record (``bench.common``):
     machines: Name → ``worst``, ``mean``, ``whole`` (of the best fixed tier's rate: the least phase,
@@ -19,7 +19,6 @@ Fields of the last line, beside those of every record (``bench.common``):
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from operator import mul
 from random import Random
 from typing import Any
 
-from bench.common import Run, flags, mean, rounded
+from bench.common import Run, flags, mean
 from bench.simulated import MACHINES as FORMULAS
 from overlap_spec.engine.cost_model import fit_times, tier_points
 from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
@@ -248,17 +247,12 @@ def live(
     return Lived(told, whole, chosen, policy_s, policy.snapshot())
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; ends in one JSON line."""
     parser = flags("six_machines", "Adaptive draft lengths on simulated machines.")
     parser.add_argument("--policy", default="auto", help="as --adaptive takes it (default auto)")
     parser.add_argument("--verifies", type=int, help="of a phase (default 300, quick 120)")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; ends in one JSON line."""
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     run = Run("six_machines", options, arguments)
     verifies = options.verifies or (QUICK_VERIFIES if options.quick else VERIFIES)
     found, took_s, steps = {}, 0.0, 0
@@ -273,12 +267,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shares = [sample["of_best"] for sample in run.samples]
     run.finish(
         1,
-        **rounded({
-            "machines": found, "worst": min(shares), "mean": mean(shares),
-            "below": sum(share < AIM for share in shares), "phases": len(shares),
-            "choose_us": 1e6 * took_s / steps,
-        }),
-    )  # fmt: skip
+        machines=found,
+        worst=min(shares),
+        mean=mean(shares),
+        below=sum(share < AIM for share in shares),
+        phases=len(shares),
+        choose_us=1e6 * took_s / steps,
+    )
 
 
 if __name__ == "__main__":

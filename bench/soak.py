@@ -1,41 +1,35 @@
 """Many short requests through one engine: what it holds must not grow.
 
-``python -m bench.soak [--requests N] [--quick] [--json PATH] [--seed S] [--plot FILE.svg]`` keeps
-32 requests on their way: JSON under a few schemas, free text, stop strings, and every twentieth
-one aborted. At regular intervals it notes resident memory, pages in use, and what else an engine
-keeps by request; the plot shows them over the requests. It fails (exit status 1) where pages or
-matchers are left over at the end, a request ends with an error, or memory keeps on growing: the
-median of the last fifth may exceed that of the second fifth by a twentieth and 32 MiB.
+``python -m bench.soak [--requests N] [--quick] [--json PATH] [--seed S]`` keeps 32 requests on
+their way: JSON under a few schemas, free text, stop strings, and every twentieth one aborted. At
+regular intervals it notes resident memory, pages in use, and what else an engine keeps by request.
+It fails (exit status 1) where pages or matchers are left over at the end, a request ends with an
+error, or memory keeps on growing: the median of the last fifth may exceed that of the second fifth
+by a twentieth and 32 MiB.
 
 Fields of the last line, beside those of every record (``bench.common``): ``requests``,
 ``requests_per_second``, ``tokens``, ``finish_reasons``, ``rss_mib`` (``early``, ``late``, ``peak``;
 medians of the second and last fifth), ``pages`` (``total``, ``most_in_use``),
-``left_over`` (what is still kept by request), ``flat`` and ``plot``.
+``left_over`` (what is still kept by request) and ``flat``.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
-from bench import plots
-from bench.common import Run, fail, flags, median, rounded
+from bench.common import Run, command, fail, flags, median, positive
 from bench.served import rss_mib
-from bench.targets import add_model_flags, model_settings, work_folder
+from bench.targets import add_model_flags, model_settings
 from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.errors import ConfigError, OverlapSpecError
 from overlap_spec.worker.worker import clear
 
 IN_FLIGHT = 32
@@ -102,8 +96,6 @@ def held(engine: Engine, start: float) -> dict[str, Any]:
         "rss_mib": rss_mib(os.getpid()),
         **{name: state[name] for name in ("pages_in_use", "pages", "running", "waiting")},
         "matchers": state["matchers"],
-        "threads": threading.active_count(),
-        "grammar_cache_mib": engine.compiler.snapshot()["cache_bytes"] / 2**20,
     }
 
 
@@ -140,59 +132,36 @@ def faults(record: dict[str, Any]) -> list[str]:
     return found
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+@command
+def main(arguments: Sequence[str] | None) -> None:
+    """The command line; ends in one JSON line."""
     parser = flags("soak", "Many short requests through one engine.")
-    parser.add_argument("--requests", type=int, help="how many; 10000, or 500 with --quick")
+    parser.add_argument("--requests", type=positive, help="how many; 10000, or 500 with --quick")
     add_model_flags(parser)
     parser.add_argument("--overlap", default="once-sync", help="overlap mode")
-    parser.add_argument("--plot", type=Path, help="SVG to write; soak.svg among temporary files")
     options = parser.parse_args(arguments)
-    if options.requests is None:
-        options.requests = 500 if options.quick else 10_000
-    if options.requests < 1:
-        parser.error("--requests must be at least 1")
-    if options.plot is None:
-        options.plot = work_folder(None) / "soak.svg"
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; ends in one JSON line."""
-    options = parse(arguments)
+    requests = options.requests or (500 if options.quick else 10_000)
     run = Run("soak", options, arguments)
     torch.set_num_threads(1)
     settings: dict[str, Any] = {
         "overlap": options.overlap,
         "context_length": 1024,
         "mask_deadline_ms": None,
+        **model_settings(options, run.console),
     }
-    try:
-        settings |= model_settings(options, run.console)
-        with Engine(**settings) as engine:
-            # The system gives memory to a page of the caches when it is first written.
-            engine.core.worker.do(clear, list(range(engine.snapshot()["pages"] + 1)))
-            reasons = soak(engine, run, options.requests, options.seed)
-            last = held(engine, 0.0)
-    except OverlapSpecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    with Engine(**settings) as engine:
+        # The system gives memory to a page of the caches when it is first written.
+        engine.core.worker.do(clear, list(range(engine.snapshot()["pages"] + 1)))
+        reasons = soak(engine, run, requests, options.seed)
+        last = held(engine, 0.0)
     left_over = {name: last[name] for name in ("pages_in_use", "matchers", "running", "waiting")}
-    plot = None
-    try:
-        plots.write_svg(plots.soak(run.samples), options.plot)
-        plot = options.plot.name
-    except ConfigError as error:
-        print(f"no plot: {error}", file=sys.stderr)
     record = run.finish(
         1,
-        **rounded(summary(run.samples)),
+        **summary(run.samples),
         finish_reasons=dict(sorted(reasons.items())),
         left_over=left_over,
-        plot=plot,
     )
-    wrong = faults(record)
-    if wrong:
+    if wrong := faults(record):
         fail("; ".join(wrong))
 
 

@@ -1,19 +1,20 @@
 """What a decode step costs, by batch size and with prompts that arrive.
 
-``python -m bench.step_cost [--batch 1,4,16,32] [--arrivals] [--overlap MODE] [--seconds S]`` asks
-the embedded model for JSON under schemas, greedily, and drives the engine's steps by hand. Each
-batch size gets the same requests round after round, for S seconds each, after one round that is
-not counted. With ``--arrivals``, four requests decode while a new prompt is submitted before
-every fifth step; only the four are measured.
+``python -m bench.step_cost [--batch 1,4,16,32] [--arrivals] [--free] [--overlap MODE] [--model DIR
+--draft DIR] [--threads N] [--turns N]`` asks the embedded model, or another, for JSON under schemas
+(with ``--free`` without them), greedily, and drives the engine's steps by hand. Each batch size
+gets the same requests round after round, after one round that is not counted; each round begins
+when a line comes in, as ``bench.side_by_side`` sends them, and ends in a JSON line. With
+``--arrivals``, four requests decode while a new prompt is submitted before every fifth step; only
+the four are measured.
 
 It uses nothing but ``Engine``, ``Grammar``, ``SamplingParams`` and the outputs' statistics, so that
-``bench.side_by_side --script`` can run it in a work tree of another age.
+it runs in a work tree of another age.
 
-Fields of the JSON line that it ends in: ``batch_N`` for each batch size and ``arrivals``, each with
-``tpot_ms`` (mean over requests of (end-to-end - TTFT) / (tokens - 1); median over the rounds),
-``cpu_ms`` (the process's CPU time a token, median), ``tokens_per_second`` (median),
-``accept_length``, ``steps`` and ``output_tokens`` (of a round), ``rounds`` and
-``output_sha256`` (of all token ids). All but the times are the same in every round.
+A line has ``batch_N`` or ``arrivals`` with ``tpot_ms`` (mean over requests of (end-to-end - TTFT) /
+(tokens - 1)), ``cpu_ms`` (the process's CPU time a token), ``tokens_per_second``,
+``accept_length``, ``steps``, ``output_tokens`` and ``output_sha256`` (of all token ids). All but
+the times are the same in every round.
 """
 
 from __future__ import annotations
@@ -48,7 +49,6 @@ DECODING = 4
 ARRIVES_EVERY = 5
 ARRIVING_TOKENS = 8
 MOST_TOKENS = 96
-LEAST_ROUNDS = 3
 
 NAMES = ("Umar Rogers", "Karen Weber", "Eli Richardson", "Linda Hansen", "Tom Baker", "Ada Brandt")
 CITIES = ("Marseille", "Zurich", "Melbourne", "Delhi", "Perth", "Cologne", "Amsterdam")
@@ -86,10 +86,10 @@ KINDS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and the schema that its answer obeys."""
+    """A prompt, and the schema that its answer obeys, if any."""
 
     prompt: str
-    grammar: Grammar
+    grammar: Grammar | None
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Round:
         return hashlib.sha256(ids.encode()).hexdigest()
 
 
-def question(number: int) -> Question:
+def question(number: int, free: bool = False) -> Question:
     """The prompt and the schema of this number; the first 420 prompts differ."""
     text, fields = KINDS[number % len(KINDS)]
     said = text.format(
@@ -152,28 +152,29 @@ def question(number: int) -> Question:
         "additionalProperties": False,
     }
     keys = ", ".join(name.replace("_", " ") for name in fields)
-    return Question(f"Extract {keys}. {said}", Grammar.json_schema(schema))
+    return Question(f"Extract {keys}. {said}", None if free else Grammar.json_schema(schema))
 
 
-def answer(engine: Engine, batch: int, arrivals: bool = False) -> Round:
+def answer(engine: Engine, batch: int, arrivals: bool = False, free: bool = False) -> Round:
     """Decode ``batch`` questions side by side, step by step.
 
     Args:
         arrivals: Submit another question before every fifth step; it decodes a few tokens.
+        free: Without their schemas.
 
     Raises:
         RuntimeError: a request ended with an error.
     """
     fresh = count(batch)
     start, cpu_start = time.perf_counter(), time.process_time()
-    handles = [_submit(engine, question(n), MOST_TOKENS) for n in range(batch)]
+    handles = [_submit(engine, question(n, free), MOST_TOKENS) for n in range(batch)]
     arrived = []
     steps = 0
     try:
         while any(handle.output is None for handle in handles):
             steps += 1
             if arrivals and steps % ARRIVES_EVERY == 0:
-                arrived.append(_submit(engine, question(next(fresh)), ARRIVING_TOKENS))
+                arrived.append(_submit(engine, question(next(fresh), free), ARRIVING_TOKENS))
             engine.step()
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         outputs = tuple(handle.output for handle in handles)
@@ -192,72 +193,47 @@ def _submit(engine: Engine, asked: Question, max_tokens: int) -> Any:
     return engine.submit(asked.prompt, asked.grammar, sampling)
 
 
-def rounds(engine: Engine, batch: int, seconds: float, arrivals: bool = False) -> list[Round]:
-    """The same round again and again for ``seconds``, at least three times, after one that is not
-    counted.
-
-    Raises:
-        RuntimeError: the outputs of two rounds differ, or a request ended with an error.
-    """
-    answer(engine, batch, arrivals)
-    done: list[Round] = []
-    start = time.perf_counter()
-    while len(done) < LEAST_ROUNDS or time.perf_counter() - start < seconds:
-        done.append(answer(engine, batch, arrivals))
-    if len({one.output_sha256 for one in done}) > 1:
-        raise RuntimeError(f"batch {batch}: the outputs of two rounds differ")
-    return done
-
-
-def summary(done: Sequence[Round]) -> dict[str, Any]:
-    """Figures of equal rounds."""
+def figures(done: Round) -> dict[str, Any]:
+    """Of one round."""
     return {
-        "tpot_ms": round(statistics.median(one.tpot_ms for one in done), 4),
-        "cpu_ms": round(statistics.median(one.cpu_ms for one in done), 4),
-        "tokens_per_second": round(statistics.median(one.tokens_per_second for one in done), 1),
-        "accept_length": round(done[0].accept_length, 4),
-        "steps": done[0].steps,
-        "rounds": len(done),
-        "output_tokens": done[0].output_tokens,
-        "output_sha256": done[0].output_sha256,
+        "tpot_ms": round(done.tpot_ms, 4),
+        "cpu_ms": round(done.cpu_ms, 4),
+        "tokens_per_second": round(done.tokens_per_second, 1),
+        "accept_length": round(done.accept_length, 4),
+        "steps": done.steps,
+        "output_tokens": done.output_tokens,
+        "output_sha256": done.output_sha256,
     }
 
 
-def take_turns(engine: Engine, work: dict[str, tuple[int, bool]], count: int) -> None:
-    """``count`` rounds of everything, each when a line comes; the first of each is not counted."""
-    for name, (batch, arrivals) in work.items():
-        for number in range(count + 1):
-            if not sys.stdin.readline():
-                return
-            figures = summary([answer(engine, batch, arrivals)])
-            print(json.dumps({name: figures} if number else {}), flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; ends in one JSON line."""
+    """The command line."""
     parser = argparse.ArgumentParser(description="What a decode step costs, by batch size.")
     parser.add_argument("--batch", default="1,4,16,32", help="batch sizes, with commas between")
     parser.add_argument("--arrivals", action="store_true", help="measure arriving prompts too")
+    parser.add_argument("--free", action="store_true", help="without schemas")
     parser.add_argument("--overlap", default="once-sync", help="overlap mode (once-sync)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each figure (default 5)")
-    parser.add_argument("--turns", type=int, help="rounds of each, one for each line that comes in")
+    parser.add_argument("--model", help="target's folder; the embedded one if absent")
+    parser.add_argument("--draft", help="its EAGLE-3 head's")
+    parser.add_argument("--threads", type=int, help="of a pass (default: the engine's choice)")
+    parser.add_argument("--turns", type=int, default=5, help="rounds of each (default 5)")
     options = parser.parse_args(arguments)
     batches = [int(size) for size in options.batch.split(",") if size]
     if any(not 1 <= size <= SETTINGS["max_running_requests"] for size in batches):
         parser.error(f"--batch: 1 to {SETTINGS['max_running_requests']} requests")
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads or 1)
     work = {f"batch_{size}": (size, False) for size in batches}
     if options.arrivals:
         work["arrivals"] = (DECODING, True)
-    with Engine(overlap=options.overlap, **SETTINGS) as engine:
-        if options.turns is not None:
-            take_turns(engine, work, options.turns)
-            return
-        record: dict[str, Any] = {"bench": "step_cost", "overlap": options.overlap}
+    given = {name: getattr(options, name) for name in ("model", "draft", "threads")}
+    given = {name: value for name, value in given.items() if value is not None}
+    with Engine(overlap=options.overlap, **SETTINGS, **given) as engine:
         for name, (batch, arrivals) in work.items():
-            record[name] = summary(rounds(engine, batch, options.seconds, arrivals))
-            print(f"{name}: {record[name]}", file=sys.stderr)
-    print(json.dumps(record), flush=True)
+            for number in range(options.turns + 1):
+                if not sys.stdin.readline():
+                    return
+                found = figures(answer(engine, batch, arrivals, options.free))
+                print(json.dumps({name: found} if number else {}), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench import padding
-from bench.padded import pad
-from bench.padding.sizes import PRESET_DTYPE, PRESETS, Sizes, like
+from bench.padded import PRESETS, Sizes, like, pad
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import read_config
@@ -43,31 +41,28 @@ def add_model_flags(parser: argparse.ArgumentParser, absent: str = "the embedded
     parser.add_argument("--work", type=Path, help="folder that keeps the padded models")
 
 
-def check_model_flags(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with a usage error where a folder is given without its head, or a name with one."""
-    if options.model in PRESETS:
-        if options.draft is not None:
-            parser.error(f"--model {options.model} brings its own draft head: leave --draft out")
-    elif (options.model is None) != (options.draft is None):
-        parser.error("--model and --draft go together")
-
-
 def model_settings(options: argparse.Namespace, console: Console | None = None) -> dict[str, str]:
     """The engine settings ``model`` and ``draft`` of :func:`add_model_flags`; a named model is
     built where it is not there yet.
 
     Raises:
-        ConfigError: no folder, and no name of a preset.
+        ConfigError: no folder, and no name of a preset; a folder without its head, or a name with
+            one.
     """
-    if options.model in PRESETS:
-        target, head = preset_target(options.model, work_folder(options.work), console)
+    model, draft = options.model, options.draft
+    if model in PRESETS:
+        if draft is not None:
+            raise ConfigError(f"--model {model} brings its own draft head: leave --draft out")
+        sizes = like(model, read_config(EMBEDDED / "target"))
+        target, head = build_once(work_folder(options.work), model, sizes, console)
         return {"model": str(target), "draft": str(head)}
-    if options.model is not None and not Path(options.model).is_dir():
-        raise ConfigError(
-            f"--model {options.model!r} is no folder, and none of {', '.join(PRESETS)}"
-        )
-    given = {"model": options.model, "draft": options.draft}
-    return {name: str(value) for name, value in given.items() if value is not None}
+    if (model is None) != (draft is None):
+        raise ConfigError("--model and --draft go together")
+    if model is None:
+        return {}
+    if not Path(model).is_dir():
+        raise ConfigError(f"--model {model!r} is no folder, and none of {', '.join(PRESETS)}")
+    return {"model": model, "draft": str(draft)}
 
 
 def padded_target(
@@ -75,27 +70,19 @@ def padded_target(
 ) -> tuple[Path, Path]:
     """Folders of the embedded model with a vocabulary of ``vocab`` entries (about 150 MB), and of
     its draft head; see :func:`build_once`."""
-    return build_once(work, str(vocab), Sizes(vocab=vocab), None, console)
-
-
-def preset_target(name: str, work: Path, console: Console | None = None) -> tuple[Path, Path]:
-    """Folders of the embedded model padded to a preset's cost (``0.75b``: 1.5 GB), and of its
-    draft head; see :func:`build_once`."""
-    sizes = like(name, read_config(EMBEDDED / "target"), Sizes())
-    return build_once(work, name, sizes, PRESET_DTYPE, console)
+    return build_once(work, str(vocab), Sizes(vocab=vocab), console)
 
 
 def build_once(
-    work: Path, name: str, sizes: Sizes, dtype: str | None, console: Console | None = None
+    work: Path, name: str, sizes: Sizes, console: Console | None = None
 ) -> tuple[Path, Path]:
-    """Folders of the padded embedded model and its draft head.
+    """Folders of the padded embedded model and its draft head (``0.75b``: 1.5 GB).
 
     They are built anew when the embedded model or the rules of padding have changed.
 
     Args:
         work: Folder that keeps them.
-        name: Of these sizes in this type.
-        sizes, dtype: As :func:`bench.padded.pad`.
+        name: Of these sizes.
         console: Where progress is shown.
     """
     folder = work / f"padded-{name}-{_fingerprint()}"
@@ -103,7 +90,7 @@ def build_once(
         work.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix="unfinished-", dir=work))
         try:
-            pad(EMBEDDED / "target", EMBEDDED / "eagle3", fresh, sizes, dtype, console=console)
+            pad(EMBEDDED / "target", EMBEDDED / "eagle3", fresh, sizes, console=console)
             # Renamed when it is whole, so that a run that was stopped leaves no half of one.
             if not folder.exists():
                 fresh.rename(folder)
@@ -114,7 +101,7 @@ def build_once(
 
 def _fingerprint() -> str:
     digest = hashlib.sha256()
-    rules = Path(padding.__file__).parent.glob("*.py")
+    rules = Path(__file__).parent.glob("padded*.py")
     for file in sorted([*EMBEDDED.rglob("*"), *rules]):
         if file.is_file() and "__pycache__" not in file.parts:
             digest.update(file.name.encode() + b"\0" + file.read_bytes())

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
@@ -41,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Run, flags, mean, percentile, rounded
+from bench.common import Run, command, flags, mean, percentile
 from bench.simulated import rates_of, stopped_steps, verified_lengths
 from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
 from overlap_spec.speculation.policy import (
@@ -389,14 +388,14 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+@command
+def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     parser = flags("traces", "Draft lengths under production arrivals, simulated.")
     parser.add_argument("--mooncake", type=Path, help="JSON lines of a Mooncake trace")
     options = parser.parse_args(arguments)
     if options.mooncake is not None and not options.mooncake.is_file():
-        print(f"error: --mooncake {options.mooncake}: no such file", file=sys.stderr)
-        sys.exit(2)
+        parser.error(f"--mooncake {options.mooncake}: no such file")
     run = Run("traces", options, arguments)
     machines = ["7B, 68M, A100"] if options.quick else list(MACHINES)
     kinds = ["bursty", "periodic", *(["mooncake"] if options.mooncake else [])]
@@ -407,9 +406,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for each in cells:
             run.sample(**cell(*each, count, options.seed, options.mooncake))
             progress.advance(task)
-    record = summary(run.samples)
-    record["row_costs"] = row_costs(count, options.seed, ROW_MS)
-    run.finish(count, **rounded(record))
+    costs = row_costs(count, options.seed, ROW_MS)
+    run.finish(count, **summary(run.samples), row_costs=costs)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from bench.common import Run, flags, rounded
+from bench.common import Run, flags
 from bench.json_schema import is_valid
 from bench.maskbench import percentiles
 from bench.masks import schemas
@@ -86,7 +86,7 @@ def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "refused": sum(sample["refused"] is not None for sample in samples),
         "untold": [s["id"] for s in samples if s["least"] is None and s["refused"] is None],
         "least_tokens": percentiles([sample["least"] for sample in told]),
-        "room_ms": rounded(percentiles([sample["room_ms"] for sample in told])),
+        "room_ms": percentiles([sample["room_ms"] for sample in told]),
         "outputs": len(with_it),
         "whole": sum(out["whole"] for _, out in with_it),
         "cut": sum(not out["whole"] for out in without),

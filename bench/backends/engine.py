@@ -9,12 +9,12 @@ from copy import copy
 from typing import Any, cast
 
 from bench.backends.base import Batch, Reply, Task
-from bench.measure import GREEDY
+from bench.measure import GREEDY, since
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.spec import AdditionalProperties, Grammar
-from overlap_spec.timeline import Span, hidden_fraction, union_ms
+from overlap_spec.timeline import Span, union_ms
 
 
 class EngineSystem:
@@ -71,14 +71,12 @@ class EngineSystem:
 
     def _more(self, before: Any, start_ns: int) -> dict[str, Any]:
         """What the grammar cost, and where the time went: busy time by span, in ms."""
-        after = self.engine.figures
-        grammar_ms = after.grammar_ms - before.grammar_ms
-        exposed_ms = after.exposed_ms - before.exposed_ms
+        grown = since(self.engine, before)
         return {
-            "steps": after.steps - before.steps,
-            "grammar_ms": grammar_ms,
-            "exposed_ms": exposed_ms,
-            "hidden_fraction": hidden_fraction([exposed_ms], [grammar_ms]),
+            "steps": grown.steps,
+            "grammar_ms": grown.grammar_ms,
+            "exposed_ms": grown.exposed_ms,
+            "hidden_fraction": grown.hidden_fraction,
             "busy_ms": busy_ms(self.engine, start_ns),
         }
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.padding.tensors import Source
+from bench.padded import Source
 from overlap_spec.errors import CheckpointError
 from overlap_spec.gguf.file import LAYER
 from overlap_spec.models.config import ModelConfig, read_config, read_json

@@ -8,11 +8,9 @@ is said in each system's ``how``.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -70,29 +68,38 @@ class Watch:
         return next(when for reached, when in self.times if reached >= length)
 
 
-class TransformersSystem:
-    """``generate`` with a processor a batch; see :class:`bench.backends.base.System`.
+class XGrammarSystem:
+    """``generate`` with xgrammar's own logits processor, one of a batch; see
+    :class:`bench.backends.base.System`."""
 
-    A subclass says how schemas are held to.
-    """
-
-    how = "transformers generate, no grammar"
     batches = True
     # Prompts are padded to multiples of this, in tokens.
     pad_to = 1
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+        import xgrammar as xgr
 
-    def processors(self, tasks: Sequence[Task]) -> list[Any]:
-        """Logits processors of one batch."""
-        if any(task.schema is not None for task in tasks):
-            raise NotImplementedError(f"{self.how}: no schemas")
-        return []
+        self.checkpoint = checkpoint
+        self.how = "transformers generate, xgrammar.contrib.hf.LogitsProcessor"
+        size = checkpoint.model.config.vocab_size
+        info = xgr.TokenizerInfo.from_huggingface(checkpoint.tokenizer, vocab_size=size)
+        self.compiler = xgr.GrammarCompiler(info)
+        self.compiled: dict[str, Any] = {}
 
     def compile_ms(self, schema: dict[str, Any]) -> float:
         """Time to the compiled grammar, which is kept."""
-        raise NotImplementedError(f"{self.how}: no schemas for {schema}")
+        start, text = time.perf_counter(), json.dumps(schema)
+        if text not in self.compiled:
+            self.compiled[text] = self.compiler.compile_json_schema(
+                text, any_whitespace=False, separators=(",", ":")
+            )
+        return (time.perf_counter() - start) * 1e3
+
+    def processors(self, tasks: Sequence[Task]) -> list[Any]:
+        """Logits processors of one batch."""
+        from xgrammar.contrib.hf import LogitsProcessor
+
+        return [LogitsProcessor([self.compiled[json.dumps(task.schema)] for task in tasks])]
 
     def options(self) -> dict[str, Any]:
         """More arguments of ``generate``."""
@@ -120,14 +127,15 @@ class TransformersSystem:
         pad = self.checkpoint.pad_id
         ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        if len({task.max_tokens for task in tasks}) != 1 or any(task.stop for task in tasks):
-            raise NotImplementedError("one limit a batch, and no stop strings")
+        # One limit a batch, and no stop strings.
+        (limit,) = {task.max_tokens for task in tasks}
+        assert not any(task.stop for task in tasks)
         with torch.inference_mode():
             model = self.checkpoint.model
             out = model.generate(
                 ids.to(model.device),
                 attention_mask=mask.to(model.device),
-                max_new_tokens=tasks[0].max_tokens,
+                max_new_tokens=limit,
                 do_sample=False,
                 logits_processor=LogitsProcessorList(self.processors(tasks)),
                 stopping_criteria=StoppingCriteriaList([watch]),
@@ -153,35 +161,6 @@ class TransformersSystem:
         )
 
 
-class XGrammarSystem(TransformersSystem):
-    """With xgrammar's own logits processor."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        import xgrammar as xgr
-
-        super().__init__(checkpoint)
-        self.how = "transformers generate, xgrammar.contrib.hf.LogitsProcessor"
-        size = checkpoint.model.config.vocab_size
-        info = xgr.TokenizerInfo.from_huggingface(checkpoint.tokenizer, vocab_size=size)
-        self.compiler = xgr.GrammarCompiler(info)
-        self.compiled: dict[str, Any] = {}
-
-    def compile_ms(self, schema: dict[str, Any]) -> float:
-        """See :class:`TransformersSystem`."""
-        start, text = time.perf_counter(), json.dumps(schema)
-        if text not in self.compiled:
-            self.compiled[text] = self.compiler.compile_json_schema(
-                text, any_whitespace=False, separators=(",", ":")
-            )
-        return (time.perf_counter() - start) * 1e3
-
-    def processors(self, tasks: Sequence[Task]) -> list[Any]:
-        """See :class:`TransformersSystem`."""
-        from xgrammar.contrib.hf import LogitsProcessor
-
-        return [LogitsProcessor([self.compiled[json.dumps(task.schema)] for task in tasks])]
-
-
 class StaticSystem(XGrammarSystem):
     """With a cache of fixed size, for which ``generate`` compiles the model's step on a GPU.
 
@@ -198,7 +177,7 @@ class StaticSystem(XGrammarSystem):
         )
 
     def options(self) -> dict[str, Any]:
-        """See :class:`TransformersSystem`."""
+        """See :class:`XGrammarSystem`."""
         return {"cache_implementation": "static"}
 
 
@@ -216,11 +195,11 @@ class AssistedSystem(XGrammarSystem):
         )
 
     def options(self) -> dict[str, Any]:
-        """See :class:`TransformersSystem`."""
+        """See :class:`XGrammarSystem`."""
         return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
 
     def processors(self, tasks: Sequence[Task]) -> list[Any]:
-        """See :class:`TransformersSystem`."""
+        """See :class:`XGrammarSystem`."""
         (task,) = tasks
         compiled = self.compiled[json.dumps(task.schema)]
         return [Resynchronised(compiled, len(self.checkpoint.encode(task)))]
@@ -261,47 +240,3 @@ class Resynchronised:
             self.matcher.fill_next_token_bitmask(self.row)
             self.apply(scores, self.row)
         return scores
-
-
-class OutlinesSystem(TransformersSystem):
-    """With the logits processor of ``outlines``, one a row: it takes one schema a batch."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        # Imported by name: it is no dependency, so that there may be no types of it.
-        outlines: Any = import_module("outlines")
-        super().__init__(checkpoint)
-        self.outlines = outlines
-        self.how = (
-            f"outlines {importlib.metadata.version('outlines')} (outlines-core) logits processors "
-            "in transformers generate, one a row, since one takes a single schema"
-        )
-        self.model = outlines.from_transformers(checkpoint.model, checkpoint.tokenizer)
-        self.compiled: dict[str, Any] = {}
-
-    def compile_ms(self, schema: dict[str, Any]) -> float:
-        """See :class:`TransformersSystem`."""
-        start, text = time.perf_counter(), json.dumps(schema)
-        if text not in self.compiled:
-            kind = self.outlines.types.JsonSchema(schema, whitespace_pattern="", ensure_ascii=False)
-            self.compiled[text] = self.outlines.Generator(self.model, kind).logits_processor
-        return (time.perf_counter() - start) * 1e3
-
-    def processors(self, tasks: Sequence[Task]) -> list[Any]:
-        """See :class:`TransformersSystem`."""
-        made = []
-        for task in tasks:
-            kept = self.compiled[json.dumps(task.schema)]
-            # A row's own state over the shared index.
-            made.append(type(kept)(kept.index, kept.tensor_library_name))
-        return [_by_row(made)]
-
-
-def _by_row(processors: Sequence[Any]) -> Any:
-    def apply(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        rows = [
-            processor(input_ids[i : i + 1], scores[i : i + 1])
-            for i, processor in enumerate(processors)
-        ]
-        return torch.cat(rows)
-
-    return apply

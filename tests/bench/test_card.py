@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench import embedded_card
+from bench import embedded
 from bench.embedded import shape_of
 
 
@@ -32,9 +32,9 @@ def results(exact: float) -> dict[str, Any]:
 
 def test_the_card_says_which_aims_are_missed(tmp_path):
     card = tmp_path / "README.md"
-    card.write_text(f"before\n{embedded_card.BEGIN}\nold\n{embedded_card.END}\nafter\n")
+    card.write_text(f"before\n{embedded.BEGIN}\nold\n{embedded.END}\nafter\n")
     for exact in (0.5, 0.95):
-        embedded_card.write_card(card, results(exact), 300, "python -m bench.embedded")
+        embedded.write_card(card, results(exact), 300, "python -m bench.embedded")
         text = card.read_text()
         assert text.startswith("before\n")
         assert text.endswith("after\n")
@@ -43,4 +43,4 @@ def test_the_card_says_which_aims_are_missed(tmp_path):
         assert f"| exact, held-out phrasings | 0.6 | {exact:.3f} | {wanted} |" in text
     card.write_text("no marks")
     with pytest.raises(ValueError, match="no place"):
-        embedded_card.write_card(card, results(0.5), 300, "x")
+        embedded.write_card(card, results(0.5), 300, "x")

@@ -6,15 +6,12 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import gsm8k
 from bench.backends.base import Task
 from bench.client import ServerSystem
-from bench.common import rounded, samples_path
 from overlap_spec.errors import ConfigError
 from tests.support.serving import shared_server
 
@@ -31,12 +28,8 @@ class Script(BaseHTTPRequestHandler):
         """Silent."""
 
     def do_GET(self) -> None:
-        states = [{"avg_spec_accept_length": 2.5}]
-        known = {
-            "/v1/models": {"data": [{"id": "scripted"}]},
-            "/get_server_info": {"version": "1", "internal_states": states},
-        }
-        self._send(200 if self.path in known else 404, json.dumps(known.get(self.path, {})))
+        assert self.path == "/v1/models"
+        self._send(200, json.dumps({"data": [{"id": "scripted"}]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -94,7 +87,6 @@ def test_a_stream_is_put_together(scripted: str, raw: bool) -> None:
     if not raw:
         form = asked["response_format"]
         assert (form["type"], form["json_schema"]["schema"]) == ("json_schema", schema)
-    assert system.accept_length() == 2.5
 
 
 @pytest.mark.parametrize(
@@ -114,26 +106,10 @@ def test_where_no_server_listens() -> None:
     assert ServerSystem("http://127.0.0.1:9", "named").run([Task("Q")], 1).replies[0].error
 
 
-def test_servers_have_names(scripted: str) -> None:
-    sides = gsm8k.open_servers([f"a={scripted}", scripted], None)
-    assert list(sides) == ["a", scripted]
-    with pytest.raises(ConfigError, match="two servers"):
-        gsm8k.open_servers([scripted, scripted], None)
-
-
 @pytest.mark.ci
-def test_gsm8k_measures_our_own_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    url, out = shared_server().url, tmp_path / "out.json"
-    words = ["--num-questions", "2", "--num-shots", "1", "--parallel", "2", "--max-new-tokens", "8"]
-    gsm8k.main(["--quick", "--json", str(out), *words, "--base-url", f"a={url}",
-                "--base-url", f"b={url}/v1"])  # fmt: skip
-    record = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert record["equal"] == 1.0
-    assert set(record["sides"]) == {"a", "b"}
-    for side in record["sides"].values():
-        assert (side["failed"], side["output_tokens"]) == (0, 16)
-        assert side["ttft_ms"]["p50"] > 0
-        assert side["server_accept_length"] >= 1
-    samples = [json.loads(line) for line in samples_path(out).read_text().splitlines()]
-    again = rounded(gsm8k.summary(samples))
-    assert record["ratio"] == again["ratio"]
+def test_our_own_server_is_measured() -> None:
+    system = ServerSystem(f"{shared_server().url}/v1")
+    batch = system.run([Task("Question: 1 + 1?\nAnswer:", max_tokens=8, raw=True)] * 3, 2)
+    for reply in batch.replies:
+        assert (reply.error, reply.text) == (None, batch.replies[0].text)
+        assert 0 < reply.tokens <= 8

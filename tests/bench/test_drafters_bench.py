@@ -1,4 +1,4 @@
-"""Drafters side by side: a small run, its record and report, and figures of known samples."""
+"""Drafters side by side: a small run, its record, and figures of known samples."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from bench import drafters, report
+from bench import drafters
 from bench.common import ROOT, rounded, samples_path
 from overlap_spec.config import drafter_names
 
 QUESTIONS = ROOT / "bench" / "data" / "questions.jsonl"
 ROWS = ("greedy, chain of 5", "temperature 1, chain of 5")
-Found = tuple[dict[str, Any], list[dict[str, Any]], Path]
+Found = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +25,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         patch.setattr(drafters, "ROWS", {name: drafters.ROWS[name] for name in ROWS})
         drafters.main(["--quick", "--gsm8k", str(QUESTIONS), "--json", str(path)])
     lines = samples_path(path).read_text().splitlines()
-    return json.loads(path.read_text()), [json.loads(line) for line in lines], path
+    return json.loads(path.read_text()), [json.loads(line) for line in lines]
 
 
 @pytest.mark.ci
 def test_each_drafter_is_measured_or_skipped_with_its_reason(found: Found) -> None:
-    record, _, _ = found
+    record, _ = found
     entry = record["models"]["embedded"]
     assert list(entry["rows"]) == list(ROWS)
     for by_drafter in entry["rows"].values():
@@ -42,7 +42,7 @@ def test_each_drafter_is_measured_or_skipped_with_its_reason(found: Found) -> No
 
 @pytest.mark.ci
 def test_figures_of_a_run(found: Found) -> None:
-    record, samples, _ = found
+    record, samples = found
     models = drafters.summary(samples)
     assert rounded(models) == {name: e["rows"] for name, e in record["models"].items()}
     for by_drafter in models["embedded"].values():
@@ -64,7 +64,7 @@ def test_figures_of_a_run(found: Found) -> None:
 
 @pytest.mark.ci
 def test_sides_take_turns(found: Found) -> None:
-    _, samples, _ = found
+    _, samples = found
     own = [s for s in samples if s["drafter"] == "ngram" and s["row"] == "greedy, chain of 5"]
     sides = [(s["repetition"], s["side"]) for s in own if s["workload"] == "JSON"]
     assert sides == [(0, "plain"), (0, "ngram"), (1, "ngram"), (1, "plain")]
@@ -72,7 +72,7 @@ def test_sides_take_turns(found: Found) -> None:
 
 @pytest.mark.ci
 def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
-    record, samples, _ = found
+    record, samples = found
     assert drafters.faults(record["models"]) == []
     entry = record["models"]["embedded"]
     changed = [dict(sample) for sample in samples]
@@ -86,15 +86,6 @@ def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
     assert drafters.faults({"embedded": {"dtype": "bfloat16", "rows": rows}}) == []
     lossy = {f"{ROWS[0]}, threshold 0.5": rows[ROWS[0]]}
     assert drafters.faults({"embedded": entry | {"rows": lossy}}) == []
-
-
-@pytest.mark.ci
-def test_the_report_shows_drafters(found: Found) -> None:
-    _, _, path = found
-    page = report.render(path.parent)
-    assert "shown as it is" not in page
-    assert page.count("<svg") == len(ROWS)
-    assert "Skipped: eagle:" in page
 
 
 def sample(side: str, repetition: int, **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from bench import peers
 from bench.backends.base import Task
 from bench.backends.gguf_file import write_gguf, write_gguf_head
 from bench.backends.launched import Work, open_peers
-from bench.padding.tensors import Source
+from bench.padded import Source
 from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.config import read_config

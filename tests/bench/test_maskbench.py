@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench import maskbench
@@ -137,26 +135,7 @@ def test_keys_come_in_schema_order(schema: Any, value: Any, names: list[str]) ->
     assert list(Order(nested).apply({"x1": [value]})["x1"][0]) == names
 
 
-def test_a_tekken_file_is_read(tmp_path: Path) -> None:
-    pieces = [*(bytes([i]) for i in range(256)), b"ab", b"abc", "é".encode()]
-    vocab = [
-        {"rank": i, "token_bytes": base64.b64encode(piece).decode(), "token_str": None}
-        for i, piece in enumerate(pieces)
-    ]
-    path = tmp_path / "tekken.json"
-    config = {"default_vocab_size": 262, "default_num_special_tokens": 3}
-    path.write_text(json.dumps({"config": config, "vocab": vocab}))
-    found = tokens.read(path, None, 0)
-    assert found.vocabulary.size == 262
-    assert found.vocabulary.stop_ids == (2,)
-    ids = found.encode("abcabé")
-    assert ids == [3 + 257, 3 + 256, 3 + 258]
-    assert b"".join(found.vocabulary.tokens[i] for i in ids).decode() == "abcabé"
-    row = np.zeros(found.vocabulary.words, np.int32)
-    compiled = XGrammarBackend(found.vocabulary).compile(Grammar.choice(["abc"]))
-    compiled.matcher().fill(row)
-    legal = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
-    assert set(legal) == {3 + ord("a"), 3 + 256, 3 + 257}
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SystemExit):
         tokens.read(tmp_path / "other.json", None, 0)
@@ -175,44 +154,3 @@ def test_ordinary_tokens_that_look_like_ends_are_none(tmp_path: Path) -> None:
     assert size + 1 in found.stop_ids
     assert size not in found.stop_ids
     assert found.text[size] == b"</s>"
-
-
-@pytest.mark.ci
-def test_a_stopped_run_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It measures what is missing, the sample that was being written included, and no more."""
-    data, out = write(tmp_path), tmp_path / "out.json"
-    command = ["--data", str(data), "--in-process", "--json", str(out)]
-    started, samples = tmp_path / "out.started.json", tmp_path / "out.samples.jsonl"
-    measured: list[str] = []
-    run_schema = maskbench.run_schema
-
-    def stopped(compiler: Any, entry: dict[str, Any], chosen: Any) -> Any:
-        if len(measured) == 3:
-            raise KeyboardInterrupt
-        measured.append(entry["id"])
-        return run_schema(compiler, entry, chosen)
-
-    monkeypatch.setattr(maskbench, "run_schema", stopped)
-    with pytest.raises(KeyboardInterrupt):
-        maskbench.main(command)
-    assert started.exists()
-    assert not out.exists()
-    samples.write_text(samples.read_text()[:-4])
-    with pytest.raises(SystemExit, match="2"):
-        maskbench.main([*command, "--seed", "1", "--resume"])
-    assert "another one" in capsys.readouterr().err
-    measured.clear()
-    monkeypatch.setattr(
-        maskbench, "run_schema", lambda *a: measured.append(a[1]["id"]) or run_schema(*a)
-    )
-    maskbench.main([*command, "--resume"])
-    assert measured == list(ENTRIES)[2:]
-    record = json.loads(out.read_text())
-    assert record["counts"] == {name: int(name in ENTRIES) for name in maskbench.CLASSES}
-    assert record["resumed"] is True
-    assert [json.loads(line)["id"] for line in samples.read_text().splitlines()] == list(ENTRIES)
-    with pytest.raises(SystemExit, match="2"):
-        maskbench.main([*command, "--resume"])
-    assert "no run that was stopped" in capsys.readouterr().err

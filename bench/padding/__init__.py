@@ -1,1 +1,0 @@
-"""How a checkpoint is padded: sizes, tensors, tokenizer."""
