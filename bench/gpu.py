@@ -117,8 +117,7 @@ def waits_timed() -> Iterator[Callable[[], int]]:
     with ExitStack() as stack:
         for kind in Event.__subclasses__():
             stack.enter_context(patch.object(kind, "synchronize", timed(kind.synchronize)))
-        for name in ("fill_batch", "accept_batch"):
-            stack.enter_context(patch.object(MatcherPool, name, timed(getattr(MatcherPool, name))))
+        stack.enter_context(patch.object(MatcherPool, "run", timed(MatcherPool.run)))
         yield lambda: total
 
 

@@ -128,7 +128,7 @@ def ceilings(quick: bool) -> tuple[float, float]:
 
 
 def _best_us(call: Callable[[], Any]) -> float:
-    times = []
+    times: list[float] = []
     for _ in range(12):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

@@ -521,8 +521,8 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "fixed_tree", "grafts", "registry", "sound", "states"}
-    support |= {"head_drafter", "row", "text_pool", "tree_drafter"}
+    support = {"__init__", "base", "grafts", "head_drafter", "registry", "row", "sound", "states"}
+    support |= {"text_pool", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 
