@@ -147,9 +147,16 @@ class RowTables(nn.Module):
         if len(each) == 1:
             return each[0]
         tops = [n.top_logprobs for n in each if n.top_logprobs is not None]
-        extras = frozenset[type[Extra]]().union(*(n.extras for n in each))
-        switches = SamplingFeatures._make(map(any, zip(*each, strict=True)))
-        return switches._replace(top_logprobs=max(tops, default=None), extras=extras)
+        return SamplingFeatures(
+            sampled=any(n.sampled for n in each),
+            filtered=any(n.filtered for n in each),
+            penalised=any(n.penalised for n in each),
+            biased=any(n.biased for n in each),
+            banned=any(n.banned for n in each),
+            min_tokens=any(n.min_tokens for n in each),
+            top_logprobs=max(tops, default=None),
+            extras=frozenset[type[Extra]]().union(*(n.extras for n in each)),
+        )
 
     def features_of(self, row: int) -> SamplingFeatures:
         """What the row's request asks for."""
