@@ -9,6 +9,7 @@ whose tiles multiply the many rows of a prompt faster.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -51,13 +52,20 @@ def lanes() -> int:
 
 def team() -> int:
     """Threads that this thread's native operations run on; 0: as many as torch's."""
-    found: int = torch.ops.overlap_spec.team()
+    found: int = _library().overlap_spec_team()
     return found
 
 
-def set_team(members: int) -> None:
-    """Let this thread's native operations run on ``members`` threads; 0: on as many as torch's."""
-    torch.ops.overlap_spec.set_team(members)
+def set_team(members: int) -> int:
+    """Let this thread's native operations run on ``members`` threads (0: on as many as torch's),
+    and tell what :func:`team` was."""
+    before: int = _library().overlap_spec_set_team(members)
+    return before
+
+
+@cache
+def _library() -> ctypes.PyDLL:
+    return ctypes.PyDLL(str(build(_processor())))
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

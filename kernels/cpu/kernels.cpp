@@ -7,6 +7,10 @@
 #include "layers.h"
 #include "products.h"
 
+// No operations of torch's, which would take longer than what they do.
+extern "C" int overlap_spec_team() { return Team::members(); }
+extern "C" int overlap_spec_set_team(int members) { return std::exchange(Team::members(), members); }
+
 TORCH_LIBRARY(overlap_spec, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
@@ -20,8 +24,6 @@ TORCH_LIBRARY(overlap_spec, m) {
   m.def("top_candidates(Tensor logits, int count, Tensor? offsets) -> (Tensor, Tensor)");
   m.def("after_tokens(Tensor moves, Tensor states, Tensor texts, Tensor tokens) -> Tensor");
   m.def("lanes() -> int", [] { return lanes::LANES; });
-  m.def("team() -> int", [] { return int64_t{Team::members()}; });
-  m.def("set_team(int members) -> ()", [](int64_t members) { Team::members() = members; });
   m.def("pack(Tensor weight) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
   m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");

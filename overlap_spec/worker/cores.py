@@ -50,16 +50,20 @@ def get_pass_threads() -> int:
     return team or torch.get_num_threads()
 
 
-def set_pass_threads(count: int) -> None:
+def set_pass_threads(count: int) -> int:
     """Let passes compute with ``count`` threads in this thread.
 
     Where products are native their team has them, and torch's operations run on one: its team would
     spin for milliseconds after each of them, on the other one's cores.
+
+    Returns:
+        The team there was, 0 where products are not native.
     """
+    team = 0
     if has_native_products():
-        cpu.set_team(count)
-        count = 1
+        team, count = cpu.set_team(count), 1
     torch.set_num_threads(count)
+    return team
 
 
 @contextmanager
@@ -68,14 +72,12 @@ def pass_threads(count: int | None) -> Iterator[None]:
     if count is None:
         yield
         return
-    native, threads = has_native_products(), torch.get_num_threads()
-    team = cpu.team() if native else 0
-    set_pass_threads(count)
+    threads, team = torch.get_num_threads(), set_pass_threads(count)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        if native:
+        if has_native_products():
             cpu.set_team(team)
 
 
