@@ -28,8 +28,10 @@ def load_drafter(name: str) -> type[Drafter]:
     Raises:
         ConfigError: there is no such drafter, or what the name leads to is none.
     """
-    name = ROW if "," in name else name
     own: type[Drafter]
+    if "," in name:
+        own = own_class(ROW, Drafter, f"algorithm {name!r}:")
+        return own
     if ":" in name:
         own = own_class(name, Drafter, "algorithm")
         return own
