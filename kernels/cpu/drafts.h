@@ -13,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "choice.h"
 #include "lanes.h"
 #include "tensors.h"
 
@@ -48,27 +49,59 @@ void find_best(const T* row, int64_t size, const Best& best) {
   for (int64_t i = 0; i < size; i += LANES) {
     Floats x = load(row + i, size - i);
     Ints larger = x > all(best.scores[best.count - 1]);
-    int32_t any = 0;
-    for (int64_t lane = 0; lane < LANES; ++lane) any |= larger[lane];
-    for (int64_t lane = 0; any && lane < std::min(LANES, size - i); ++lane)
+    if (!any(larger)) continue;
+    for (int64_t lane = 0; lane < std::min(LANES, size - i); ++lane)
       if (x[lane] > best.scores[best.count - 1]) best.add(x[lane], i + lane);
   }
+}
+
+// The sum of a row's odds `odds(i)`, each a vector, those of no token left out.
+template <typename Odds>
+float summed(int64_t size, const Odds& odds) {
   Floats sums = {};
+  for (int64_t i = 0; i < size; i += LANES)
+    sums += lanes::choose(choice::inside(i, size), odds(i), Floats{});
+  return sum(sums);
+}
+
+template <typename T>
+void find_probable(const T* row, int64_t size, const Best& best) {
+  find_best(row, size, best);
+  float first = best.scores[0];
+  float total = summed(size, [&](int64_t i) { return lanes::exp(load(row + i, size - i) - first); });
+  for (int64_t i = 0; i < best.count; ++i) best.scores[i] -= first + std::log(total);
+}
+
+// The odds over the noise that the target's choice has; `moved` as the offsets are.
+template <typename T>
+void find_drawn(const T* row, int64_t size, float heat, int64_t key, const int64_t* moved,
+                const Best& best) {
+  std::vector<float> odds(size);
+  std::vector<int32_t> tokens(size + LANES);
+  for (int64_t i = 0; i < size; ++i) tokens[i] = static_cast<int32_t>(moved ? i + moved[i] : i);
+  choice::Largest largest;
+  for (int64_t i = 0; i < size; i += LANES)
+    largest.add(load(row + i, size - i), choice::inside(i, size), i);
+  float first = most(largest.best);
   for (int64_t i = 0; i < size; i += LANES) {
-    Floats some = lanes::exp(load(row + i, size - i) - best.scores[0]);
-    if (size - i < LANES)
-      for (int64_t lane = size - i; lane < LANES; ++lane) some[lane] = 0;
-    sums += some;
+    Floats some = lanes::exp((load(row + i, size - i) - first) / (heat > 0 ? heat : 1));
+    Ints named;
+    std::memcpy(&named, tokens.data() + i, sizeof named);
+    store(odds.data() + i, heat > 0 ? some / choice::exponentials(key, named) : some, size - i);
   }
-  float scale = best.scores[0] + std::log(sum(sums));
-  for (int64_t i = 0; i < best.count; ++i) best.scores[i] -= scale;
+  find_best(odds.data(), size, best);
+  float total = summed(size, [&](int64_t i) { return load(odds.data() + i, size - i); });
+  for (int64_t i = 0; i < best.count; ++i) best.scores[i] = std::log(best.scores[i] / total);
 }
 
 std::tuple<Tensor, Tensor> top_candidates(const Tensor& given, int64_t count,
-                                          const std::optional<Tensor>& offsets) {
-  Tensor logits = given.contiguous();
+                                          const std::optional<Tensor>& offsets,
+                                          const std::optional<Tensor>& temperature,
+                                          const std::optional<Tensor>& keys) {
+  Tensor logits = given.contiguous(), heats, noise;
   int64_t rows = logits.size(0), size = logits.size(1);
   TORCH_CHECK(count <= size, "count: more than there are tokens");
+  if (temperature && keys) heats = temperature->contiguous().to(at::kFloat), noise = keys->contiguous();
   Tensor scores = at::empty({rows, count}, logits.options().dtype(at::kFloat));
   Tensor ids = at::empty({rows, count}, logits.options().dtype(at::kLong));
   const int64_t* moved = offsets.has_value() ? data<int64_t>(*offsets) : nullptr;
@@ -77,7 +110,11 @@ std::tuple<Tensor, Tensor> top_candidates(const Tensor& given, int64_t count,
     ::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
         Best best{into<float>(scores) + r * count, into<int64_t>(ids) + r * count, count};
-        find_best(data<T>(logits) + r * size, size, best);
+        const T* row = data<T>(logits) + r * size;
+        if (noise.defined())
+          find_drawn(row, size, data<float>(heats)[r], data<int64_t>(noise)[r], moved, best);
+        else
+          find_probable(row, size, best);
         for (int64_t i = 0; moved && i < count; ++i) best.ids[i] += moved[best.ids[i]];
       }
     });

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include "choice.h"
 #include "drafts.h"
 #include "experts.h"
 #include "layers.h"
@@ -21,7 +22,11 @@ TORCH_LIBRARY(overlap_spec, m) {
   m.def("tree_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor pages, Tensor prefix, "
         "Tensor positions, Tensor? mask, Tensor? offsets, int first, int? window, float? scale, "
         "float? soft_cap, Tensor? sinks) -> Tensor");
-  m.def("top_candidates(Tensor logits, int count, Tensor? offsets) -> (Tensor, Tensor)");
+  m.def("top_candidates(Tensor logits, int count, Tensor? offsets, Tensor? temperature, "
+        "Tensor? keys) -> (Tensor, Tensor)");
+  m.def("masked_choose(Tensor logits, Tensor? rows, Tensor? places, Tensor? temperature, "
+        "Tensor? keys, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> Tensor");
+  m.def("apply_bitmask(Tensor(a!) logits, Tensor rows, Tensor? places) -> ()");
   m.def("after_tokens(Tensor moves, Tensor states, Tensor texts, Tensor tokens) -> Tensor");
   m.def("lanes() -> int", [] { return lanes::LANES; });
   m.def("pack(Tensor weight) -> Tensor");
@@ -41,6 +46,8 @@ TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
   m.impl("rotate_and_store", &layers::rotate_and_store);
   m.impl("tree_attention", &layers::tree_attention);
   m.impl("top_candidates", &drafts::top_candidates);
+  m.impl("masked_choose", &choice::masked_choose);
+  m.impl("apply_bitmask", &choice::apply_bitmask);
   m.impl("after_tokens", &drafts::after_tokens);
   m.impl("pack", &products::pack);
   m.impl("product", &products::product);

@@ -25,6 +25,21 @@ inline Floats choose(Ints mask, Floats yes, Floats no) {
   return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no));
 }
 
+inline bool any(Ints mask) {
+#ifdef __AVX512F__
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#endif
+}
+
+// 0, 1, 2 …
+inline Ints numbers() {
+  Ints lane;
+  for (int i = 0; i < LANES; ++i) lane[i] = i;
+  return lane;
+}
+
 inline Floats largest(Floats a, Floats b) { return choose(a > b, a, b); }
 
 inline Floats widened(Halves bits) {
@@ -166,6 +181,22 @@ inline Floats exp(Floats x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   return choose(tiny, all(0), (Floats)((Ints)p + power));
+}
+
+// To 2 units of the last place, of normal numbers over 0 (Cephes' logf).
+inline Floats log(Floats x) {
+  // As an exponent and a number between the roots of 1/2 and of 2.
+  Ints power = ((Ints)x - 0x3f3504f3) >> 23;
+  Floats r = (Floats)((Ints)x - (power << 23)) - 1.0f, n = __builtin_convertvector(power, Floats);
+  Floats p = 7.0376836292e-2f * r - 1.1514610310e-1f;
+  p = p * r + 1.1676998740e-1f;
+  p = p * r - 1.2420140846e-1f;
+  p = p * r + 1.4249322787e-1f;
+  p = p * r - 1.6668057665e-1f;
+  p = p * r + 2.0000714765e-1f;
+  p = p * r - 2.4999993993e-1f;
+  p = p * r + 3.3333331174e-1f;
+  return p * r * r * r - 2.12194440e-4f * n - 0.5f * r * r + r + 0.693359375f * n;
 }
 
 inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }

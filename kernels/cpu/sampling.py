@@ -1,21 +1,35 @@
-"""The best next tokens on the CPU: see :mod:`overlap_spec.kernels.sampling`."""
+"""Masks, choices and the best next tokens on the CPU: see :mod:`overlap_spec.kernels.sampling`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from overlap_spec.kernels import sampling
-from overlap_spec.kernels.dispatch import reference_of
 from overlap_spec.kernels.sampling import Noise
 
-with_noise = reference_of(sampling.top_candidates)
+ops = torch.ops.overlap_spec
+
+
+def apply_bitmask(logits: Tensor, rows: Tensor, places: Tensor | None = None) -> None:
+    ops.apply_bitmask(logits, rows, places)
+
+
+def masked_choose(
+    logits: Tensor,
+    rows: Tensor | None = None,
+    places: Tensor | None = None,
+    temperature: Tensor | None = None,
+    keys: Tensor | None = None,
+    filters: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    chosen: Tensor = ops.masked_choose(
+        logits, rows, places, temperature, keys, *(filters or (None, None, None))
+    )
+    return chosen
 
 
 def top_candidates(
     logits: Tensor, count: int, offsets: Tensor | None = None, noise: Noise | None = None
 ) -> tuple[Tensor, Tensor]:
-    if noise is not None:
-        return with_noise(logits, count, offsets, noise)
-    scores, ids = torch.ops.overlap_spec.top_candidates(logits, count, offsets)
+    scores, ids = ops.top_candidates(logits, count, offsets, *(noise or (None, None)))
     return scores, ids
