@@ -65,22 +65,27 @@ def _byte_penalties(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.where(bits > 0, 0.0, -torch.inf).to(dtype)
 
 
+@operation
 def apply_penalties(
     logits: Tensor,
     output_counts: Tensor,
-    seen: Tensor,
+    in_prompt: Tensor,
     repetition: Tensor,
     presence: Tensor,
     frequency: Tensor,
 ) -> None:
     """Repetition, then presence and frequency penalties of every row, in place.
 
-    ``logits (L, V)``; ``output_counts (L, V)``: occurrences in the output and on the row's own
-    draft path; ``seen (L, V)`` bool: these or in the prompt; the three factors ``(L,)``.
+    Args:
+        logits: float32 ``(L, V)``.
+        output_counts: int32 ``(L, V)``: occurrences in the output and on the row's own draft path.
+        in_prompt: bool ``(L, V)``; repetition counts these too.
+        repetition, presence, frequency: float32 ``(L,)``.
     """
+    output, seen = output_counts > 0, in_prompt | (output_counts > 0)
     factor = torch.where(seen, repetition[:, None], 1.0)
     torch.where(logits > 0, logits / factor, logits * factor, out=logits)
-    logits -= presence[:, None] * (output_counts > 0)
+    logits -= presence[:, None] * output
     logits -= frequency[:, None] * output_counts
 
 

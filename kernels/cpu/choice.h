@@ -290,4 +290,34 @@ void apply_bitmask(const Tensor& logits, const Tensor& rows, const std::optional
   });
 }
 
+void apply_penalties(const Tensor& logits, const Tensor& counts, const Tensor& in_prompt,
+                     const Tensor& repetition, const Tensor& presence, const Tensor& frequency) {
+  int64_t size = logits.size(1);
+  for (const Tensor& each : {logits, counts, in_prompt, repetition, presence, frequency})
+    TORCH_CHECK(each.is_contiguous(), "penalties: rows without gaps");
+  TORCH_CHECK(counts.scalar_type() == at::kInt && in_prompt.scalar_type() == at::kBool,
+              "output_counts: int32, in_prompt: bool");
+  for (const Tensor& each : {logits, repetition, presence, frequency})
+    TORCH_CHECK(each.scalar_type() == at::kFloat, "logits and penalties: float32");
+  ::parallel_for(0, logits.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      float* to = into<float>(logits) + row * size;
+      const float* outputs = data<float>(counts) + row * size;
+      const uint8_t* prompts = data<uint8_t>(in_prompt) + row * size;
+      float factor = data<float>(repetition)[row], once = data<float>(presence)[row],
+            each = data<float>(frequency)[row];
+      for (int64_t token = 0; token < size; token += LANES) {
+        int64_t count = size - token;
+        Ints output = (Ints)load(outputs + token, count), is_output = output > 0;
+        Ints seen = is_output | (load_bytes(prompts + token, count) > 0);
+        if (!any(seen)) continue;
+        Floats x = load(to + token, count);
+        x = lanes::choose(seen, lanes::choose(x > 0, x / factor, x * factor), x);
+        x -= lanes::choose(is_output, all(once), Floats{});
+        store(to + token, x - each * __builtin_convertvector(output, Floats), count);
+      }
+    }
+  });
+}
+
 }  // namespace choice

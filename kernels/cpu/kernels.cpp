@@ -26,6 +26,8 @@ TORCH_LIBRARY(overlap_spec, m) {
         "Tensor? keys) -> (Tensor, Tensor)");
   m.def("masked_choose(Tensor logits, Tensor? rows, Tensor? places, Tensor? temperature, "
         "Tensor? keys, Tensor? top_k, Tensor? top_p, Tensor? min_p) -> Tensor");
+  m.def("apply_penalties(Tensor(a!) logits, Tensor output_counts, Tensor in_prompt, "
+        "Tensor repetition, Tensor presence, Tensor frequency) -> ()");
   m.def("apply_bitmask(Tensor(a!) logits, Tensor rows, Tensor? places) -> ()");
   m.def("after_tokens(Tensor moves, Tensor states, Tensor texts, Tensor tokens) -> Tensor");
   m.def("lanes() -> int", [] { return lanes::LANES; });
@@ -47,6 +49,7 @@ TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
   m.impl("tree_attention", &layers::tree_attention);
   m.impl("top_candidates", &drafts::top_candidates);
   m.impl("masked_choose", &choice::masked_choose);
+  m.impl("apply_penalties", &choice::apply_penalties);
   m.impl("apply_bitmask", &choice::apply_bitmask);
   m.impl("after_tokens", &drafts::after_tokens);
   m.impl("pack", &products::pack);

@@ -95,6 +95,13 @@ inline Floats load_bytes(const uint8_t* from) {
   return __builtin_convertvector(x, Floats);
 }
 
+inline Floats load_bytes(const uint8_t* from, int64_t count) {
+  if (count >= LANES) return load_bytes(from);
+  uint8_t some[LANES] = {};
+  std::memcpy(some, from, count);
+  return load_bytes(some);
+}
+
 // The lowest bytes of the first `count` integers.
 inline void store_bytes(uint8_t* to, Ints x, int64_t count) {
   Bytes bytes = __builtin_convertvector(x, Bytes);

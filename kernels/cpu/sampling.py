@@ -1,4 +1,4 @@
-"""Masks, choices and the best next tokens on the CPU: see :mod:`overlap_spec.kernels.sampling`."""
+"""What stands between logits and tokens, on the CPU: see :mod:`overlap_spec.kernels.sampling`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ ops = torch.ops.overlap_spec
 
 def apply_bitmask(logits: Tensor, rows: Tensor, places: Tensor | None = None) -> None:
     ops.apply_bitmask(logits, rows, places)
+
+
+def apply_penalties(
+    logits: Tensor,
+    output_counts: Tensor,
+    in_prompt: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    ops.apply_penalties(logits, output_counts, in_prompt, repetition, presence, frequency)
 
 
 def masked_choose(

@@ -115,7 +115,7 @@ class Sampler:
             apply_penalties(
                 logits,
                 counts,
-                tables.in_prompt[rows].logical_or_(counts > 0),
+                tables.in_prompt[rows],
                 tables.repetition[rows],
                 tables.presence[rows],
                 tables.frequency[rows],

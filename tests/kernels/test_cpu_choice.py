@@ -18,6 +18,7 @@ from tests.support.kernel_cases import CASES
 pytestmark = pytest.mark.skipif(not cpu.native(), reason="no C++ compiler on this machine")
 NAMES = [
     "apply_bitmask",
+    "apply_penalties",
     "greedy_choice",
     "sampled_choice",
     "filtered_choice",

@@ -45,6 +45,20 @@ def apply_bitmask(draw: Draw, device: torch.device) -> None:
 
 
 @case
+def apply_penalties(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    count, vocab = i.size(1, 6), i.size(1, 150)
+    logits = i.normal(count, vocab, dtype=torch.float32)
+    counts = (i.integers(0, 3, count, vocab) * i.bools(0.3, count, vocab)).int()
+    factors = i.uniform(count) + 0.5, i.uniform(count) - 0.5, i.uniform(count) - 0.5
+    args = counts, i.bools(i.one_of(0.0, 0.3), count, vocab), *factors
+    mine, theirs = logits.clone(), logits.clone()
+    triton(kernels.apply_penalties, mine, *args)
+    reference(kernels.apply_penalties, theirs, *args)
+    torch.testing.assert_close(mine, theirs)
+
+
+@case
 def noise_keys(draw: Draw, device: torch.device) -> None:
     i = Inputs(draw, device)
     count = i.size(1, 300)

@@ -44,7 +44,7 @@ def test_penalties_by_hand() -> None:
     """Repetition makes what was seen less likely whatever its sign; a token twice in the output
     has presence once and frequency twice."""
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0]])
-    counts, seen = torch.tensor([[2, 0, 0, 0]]), torch.tensor([[True, True, False, False]])
+    counts, seen = torch.tensor([[2, 0, 0, 0]]).int(), torch.tensor([[True, True, False, False]])
     factors = (torch.tensor([value]) for value in (4.0, 0.5, 0.25))
     apply_penalties(logits, counts, seen, *factors)
     assert logits.tolist() == [[0.5 - 0.5 - 2 * 0.25, -8.0, 2.0, -2.0]]
