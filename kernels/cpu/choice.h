@@ -146,7 +146,7 @@ class Ranking {
  private:
   static constexpr int BUCKETS = 4096;
 
-  static int bucket(float weight) { return std::bit_cast<int32_t>(weight) >> 19; }
+  static int bucket(float weight) { return std::bit_cast<int32_t>(weight > 0 ? weight : 0.0f) >> 19; }
 
   std::vector<Ranked> sorted(int at) const {
     std::vector<Ranked> tokens;
@@ -259,9 +259,11 @@ Tensor masked_choose(const Tensor& given, const std::optional<Tensor>& rows,
         float heat = noise.defined() ? data<float>(heats)[i] : 0;
         if (best.token >= 0 && heat > 0) {
           int64_t key = data<int64_t>(noise)[i];
-          best.token = k.defined() ? row.drawn(best.weight, heat, key, data<int64_t>(k)[i],
-                                               data<float>(p)[i], data<float>(least)[i])
-                                   : row.drawn(best.weight, heat, key);
+          int64_t token = k.defined() ? row.drawn(best.weight, heat, key, data<int64_t>(k)[i],
+                                                  data<float>(p)[i], data<float>(least)[i])
+                                      : row.drawn(best.weight, heat, key);
+          // Nothing has odds beside an infinite logit.
+          if (token >= 0) best.token = token;
         }
         into<int64_t>(chosen)[i] = best.token;
       }

@@ -61,3 +61,12 @@ def test_wide_vocabularies(dtype: torch.dtype, top_k: int, top_p: float, min_p: 
     assert (got != want).sum() <= 1
     # Each row by itself.
     assert torch.equal(torch.cat([choose(slice(i, i + 1)) for i in range(count)]), got)
+
+
+def test_infinite_logits() -> None:
+    logits = torch.zeros(2, 70)
+    logits[0, 9], logits[1, 3] = torch.inf, 80.0
+    filters = torch.tensor([5, 5]), torch.tensor([0.9, 0.9]), torch.tensor([0.1, 0.1])
+    for more in ((), (filters,)):
+        heat, keys = torch.ones(2), torch.arange(2)
+        assert kernels.masked_choose(logits, None, None, heat, keys, *more).tolist() == [9, 3]
