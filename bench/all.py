@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -26,18 +25,15 @@ import torch
 from bench import report
 from bench.common import ROOT, fail
 
-USUAL = ("counts", "overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench", "soak")
+USUAL = ("counts", "overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench")
 OTHERS = (
-    "embedded", "drafters", "forced", "traces", "adaspec", "scaling", "parts", "quantization",
-    "attack", "cluster", "exactness", "whole", "room", "simulated_device", "six_machines",
-    "kernels", "gpu",
+    "embedded", "drafters", "traces", "attack", "exactness", "whole", "simulated_device",
+    "six_machines", "kernels", "gpu",
 )  # fmt: skip
 
 
 def lacking(name: str, options: argparse.Namespace) -> str | None:
     """What a benchmark needs that is not here, in words."""
-    if name == "cluster" and find_spec("ray") is None:
-        return "needs Ray: the extra cluster"
     if name == "exactness" and options.suite is None:
         return "needs --suite, a folder of the JSON Schema Test Suite"
     # Without a device and in small sizes, bench.kernels shows what it would measure.
@@ -55,8 +51,7 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
         words += ["--data", str(options.gsm8k)]
     if options.gsm8k is not None and name == "drafters":
         words += ["--gsm8k", str(options.gsm8k)]
-    takes_schemas = ("overlap", "json_schema", "maskbench", "forced", "whole", "room")
-    if options.schemas is not None and name in takes_schemas:
+    if options.schemas is not None and name in ("overlap", "json_schema", "maskbench", "whole"):
         words += ["--data", str(options.schemas)]
     if name == "exactness":
         words += ["--data", str(options.suite)]

@@ -1,6 +1,6 @@
 """Each kernel's time and share of the roofline, beside its torch reference.
 
-``python -m bench.kernels [--quick] [--json PATH] [--seed S] [--only NAME] [--tune]`` needs a CUDA
+``python -m bench.kernels [--quick] [--json PATH] [--seed S] [--only NAME]`` needs a CUDA
 device and ends with exit status 2 without one; ``--quick`` without one prints the plan alone: what
 would be launched, and what it must move.
 
@@ -12,20 +12,16 @@ they disagree, the exit status is 1. What a pass does once for all layers (packi
 spreading it) is not counted. Attention is measured with FlashAttention-3 too, where that is
 installed (``OVERLAP_SPEC_KERNELS=flash``).
 
-``--tune`` measures block sizes instead, and writes the GPU's table in ``kernels/tuning``.
-
 Fields of the last line, beside those of every record (``bench.common``):
     measured: Whether there was a device.
     copy_gb_s, matmul_tflop_s: The ceilings.
     kernels: Name → ``us`` and ``reference_us`` (spreads), ``gb_s``, ``tflop_s``, ``share``,
         ``speedup`` (pair by pair), ``bytes``, ``flops``, ``launches``; with FlashAttention-3
         ``flash_us`` and ``flash_speedup`` (over the kernel).
-    tuned: The table's file, with ``--tune``.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,11 +30,9 @@ import torch
 from torch import Tensor
 
 from bench.common import Run, fail, flags, median, paired, spread
-from bench.kernel_tuning import tune, tuning_works, write
 from bench.kernel_work import Draw, Work, works
 from overlap_spec.kernels.dispatch import flash_installed, use
 from overlap_spec.kernels.triton.launch import recorded
-from overlap_spec.kernels.tuning import architecture, table
 
 CACHE_BYTES = 256 * 2**20
 MOST_SETS, CALLS = 16, 32
@@ -190,49 +184,16 @@ def plan(work: Work) -> dict[str, Any]:
     }
 
 
-def tuned(run: Run) -> str:
-    """Measure all candidates and write this GPU's table; its file's name."""
-    device = torch.device("cuda")
-    name = architecture(device)
-    sets: dict[str, list[tuple[Any, ...]]] = {}
-
-    def measure(work: Work) -> float:
-        sample = graph_us(work, "triton", sets.setdefault(work.name, input_sets(work)))
-        return median([sample() for _ in range(5)])
-
-    entries = tuning_works(device, run.options.seed)
-    if run.options.only:
-        entries = {k: v for k, v in entries.items() if run.options.only in k}
-    found: dict[str, dict[str, int]] = {}
-    with run.progress() as progress:
-        task = progress.add_task("tuning", total=len(entries))
-        for entry, group in entries.items():
-            progress.update(task, description=entry)
-            found |= tune({entry: group}, table(name), measure, progress.console.print)
-            sets.clear()
-            progress.advance(task)
-    return write(name, found, torch.cuda.get_device_name(0)).name
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = flags("kernels", "Time and share of the roofline of each kernel.")
-    parser.add_argument("--only", metavar="NAME", help="kernels whose name holds NAME")
-    parser.add_argument("--tune", action="store_true", help="write this GPU's table instead")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; ends in one JSON line."""
-    options = parse(arguments)
+    parser = flags("kernels", "Time and share of the roofline of each kernel.")
+    parser.add_argument("--only", metavar="NAME", help="kernels whose name holds NAME")
+    options = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
-    if not cuda and (options.tune or not options.quick):
+    if not (cuda or options.quick):
         print("error: bench.kernels needs a CUDA device; --quick shows the plan", file=sys.stderr)
         sys.exit(2)
     run = Run("kernels", options, arguments)
-    if options.tune:
-        run.finish(5, measured=True, tuned=tuned(run))
-        return
     draw = Draw(torch.device("cuda" if cuda else "cpu"), torch.bfloat16, options.seed)
     batches = (1,) if options.quick else (1, 32)
     chosen = [work for work in works(draw, batches) if (options.only or "") in work.name]

@@ -368,15 +368,15 @@ def test_all_goes_on_where_it_was_interrupted(
 
     def fake(words: list[str], **_: Any) -> Namespace:
         ran.append(words[2].removeprefix("bench."))
-        return Namespace(returncode=int(ran[-1] == "soak"))
+        return Namespace(returncode=int(ran[-1] == "attack"))
 
     monkeypatch.setattr(everything.subprocess, "run", fake)
     done = everything.USUAL[0]
     (tmp_path / f"{done}.json").write_text("{}")
     options = Namespace(folder=tmp_path, full=False, only=None, resume=True, seed=3,
                         gsm8k=Path("/g"), schemas=None, suite=None)  # fmt: skip
-    assert everything.run_all(options) == ["soak (exit status 1)"]
-    assert set(ran) | {"cluster", "exactness", "gpu"} == {*everything.USUAL[1:], *everything.OTHERS}
+    assert everything.run_all(options) == ["attack (exit status 1)"]
+    assert set(ran) | {"exactness", "gpu"} == {*everything.USUAL[1:], *everything.OTHERS}
     told = capsys.readouterr().err
     assert "exactness: left out: needs --suite" in told
     options.suite = Path("/s")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import adaptive, adaspec, overlap, soak, traces
+from bench import adaptive, overlap, traces
 from bench.common import (
     Run,
     flags,
@@ -453,26 +453,6 @@ def test_traces_end_in_their_record(
     assert "no such file" in capsys.readouterr().err
 
 
-@pytest.mark.ci
-def test_adaspecs_figures_are_made(capsys: pytest.CaptureFixture[str]) -> None:
-    """Each has what the paper's shows: longer drafts pay less as the batch grows."""
-    adaspec.main(["--quick"])
-    record = json.loads(capsys.readouterr().out)
-    alone, crowd = (record["figure_3"][batch]["mathematics"] for batch in ("1", "128"))
-    assert alone.index(max(alone)) > crowd.index(max(crowd))
-    assert set(record["figure_4"]) == set(traces.MACHINES)
-    kept = [row["attainment"] for row in record["figure_5"]["bursty"]]
-    assert kept[-1] < kept[0]
-    for row in record["figure_8"]:
-        assert row["by_drafts"] == pytest.approx(row["actual"], rel=0.1)
-    assert record["figure_9"]["prompt"] == sorted(record["figure_9"]["prompt"])
-    series = record["figure_13"]["bursty"]
-    assert {drafts for _, _, drafts in series["static 3"]} == {3}
-    assert len({drafts for _, _, drafts in series["adaspec"]}) > 1
-    adaspec.main(["--quick", "--figure", "9"])
-    assert "figure_3" not in json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
     ("main", "words", "reason"),
     [
@@ -480,7 +460,6 @@ def test_adaspecs_figures_are_made(capsys: pytest.CaptureFixture[str]) -> None:
         (overlap.main, ["--batches", "1,x"], "numbers with commas"),
         (overlap.main, ["--batches", "0"], "at least 1"),
         (overlap.main, ["--max-tokens", "4"], "needs --batches"),
-        (soak.main, ["--requests", "0"], "--requests: must be at least 1"),
         (adaptive.main, ["--policies", "auto,fastest"], "one of the first six"),
     ],
 )
@@ -491,40 +470,6 @@ def test_flags_that_cannot_be(
         main(words)
     assert end.value.code == 2
     assert reason in capsys.readouterr().err
-
-
-@pytest.mark.ci
-def test_soak_leaves_nothing_behind(
-    tiny: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "soak.json"
-    models = ["--model", tiny["model"], "--draft", tiny["draft"]]
-    soak.main(["--requests", "50", *models, "--json", str(path)])
-    record = last_line(capsys)
-    assert record["requests"] == sum(record["finish_reasons"].values()) == 50
-    assert set(record["left_over"].values()) == {0}
-    assert record["flat"] is True
-    assert 0 < record["pages"]["most_in_use"] <= record["pages"]["total"]
-    raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
-    assert raw[-1]["requests"] == 50
-    again = rounded(soak.summary(raw))
-    assert {name: record[name] for name in again} == again
-
-
-def test_soak_tells_what_is_wrong() -> None:
-    def at(number: int, rss: float) -> dict[str, Any]:
-        return {"requests": number, "tokens": number, "seconds": number / 10, "rss_mib": rss,
-                "pages": 9, "pages_in_use": 1}  # fmt: skip
-
-    steady = soak.summary([at(n, 500 + n % 3) for n in range(1, 101)])
-    leaking = soak.summary([at(n, 500 + n) for n in range(1, 101)])
-    assert (steady["flat"], leaking["flat"]) == (True, False)
-    record = {**leaking, "left_over": {"pages_in_use": 2}, "finish_reasons": {"error": 1}}
-    told = " ".join(soak.faults(record))
-    assert "pages_in_use is 2" in told
-    assert "1 requests ended with an error" in told
-    assert "memory grew" in told
-    assert not soak.faults({**steady, "left_over": {"pages_in_use": 0}, "finish_reasons": {}})
 
 
 @pytest.mark.skipif(
