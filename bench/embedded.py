@@ -264,7 +264,7 @@ def main(arguments: Sequence[str] | None) -> None:
     run = Run("embedded", options, arguments)
     count = 40 if options.quick else options.cases
     asked = questions(options.data, 16 if options.quick else 64)
-    weights = model_settings(options, run.console)
+    weights = model_settings(options)
     if options.algorithm is not None:
         weights["algorithm"] = options.algorithm
     results: dict[str, Any] = {}

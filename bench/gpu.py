@@ -238,10 +238,10 @@ def main(arguments: Sequence[str] | None) -> None:
         options.json = default_path(machine()["device"], datetime.now(UTC).isoformat())
     run = Run("gpu", options, arguments)
     if options.rehearse:
-        target, _ = padded_target(work_folder(options.work), run.console, REHEARSAL_VOCABULARY)
+        target, _ = padded_target(work_folder(options.work), REHEARSAL_VOCABULARY)
     else:
         options.model = options.model or LIKE
-        target = Path(model_settings(options, run.console)["model"])
+        target = Path(model_settings(options)["model"])
     torch.set_num_threads(1)
     cells = measure(target, options, run)
     run.finish(RUNS, cells=cells, like=Path(options.model or "").name, rehearsal=options.rehearse)

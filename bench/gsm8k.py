@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None) -> None:
     count = options.num_questions or len(rows)
     tasks = make_tasks(rows, count, options)
     with ExitStack() as stack:
-        sides = open_engines(stack, options, model_settings(options, run.console))
+        sides = open_engines(stack, options, model_settings(options))
         wrong = list(ask_all(sides, tasks, rows, run))
     record = run.finish(
         len({sample["chunk"] for sample in run.samples}),

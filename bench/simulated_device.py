@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.quick:
         options.repetitions, options.batches = 1, options.batches[:2]
     run = Run("simulated_device", options, arguments)
-    target, head = padded_target(work_folder(options.work), run.console)
+    target, head = padded_target(work_folder(options.work))
     with ExitStack() as stack:
         measure_all(stack, {"model": str(target), "draft": str(head)}, options, run)
     run.finish(options.repetitions, **summary(run.samples), hit_rate=HIT_RATE)

@@ -84,8 +84,6 @@ def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
     (line,) = told
     assert "ngram, JSON" in line
     assert drafters.faults({"embedded": {"dtype": "bfloat16", "rows": rows}}) == []
-    lossy = {f"{ROWS[0]}, threshold 0.5": rows[ROWS[0]]}
-    assert drafters.faults({"embedded": entry | {"rows": lossy}}) == []
 
 
 def sample(side: str, repetition: int, **more: Any) -> dict[str, Any]:
@@ -119,7 +117,6 @@ def test_figures_of_known_samples() -> None:
         (["--checkpoint", "eagle"], "DRAFTER=DIR"),
         (["--checkpoint", "parrot=folder"], "one of .*ngram"),
         (["--gsm8k", str(ROOT / "pyproject.toml")], "holds no such questions"),
-        (["--threshold", "1"], "below 1"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -136,7 +133,7 @@ def test_what_cannot_be_is_refused(
 def test_a_larger_target_is_drafted_for_by_the_embedded_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def padded(work: Path, _: Any, vocab: int) -> tuple[Path, Path]:
+    def padded(work: Path, vocab: int) -> tuple[Path, Path]:
         return work / str(vocab), work
 
     monkeypatch.setattr(drafters, "padded_target", padded)
@@ -149,11 +146,11 @@ def test_a_larger_target_is_drafted_for_by_the_embedded_one(
 
 
 def test_overlap_modes_are_rows_of_their_own() -> None:
-    rows = drafters.rows_of(None, ("none", "once-sync"))
+    rows = drafters.rows_of(("none", "once-sync"))
     assert set(rows) - set(drafters.ROWS) == {
         f"greedy, {shape}, {mode}"
         for shape in ("chain of 5", "tree of 16")
         for mode in ("none", "once-sync")
     }
     assert rows["greedy, tree of 16, none"].engine == drafters.TREE | {"overlap": "none"}
-    assert drafters.rows_of(None) == drafters.ROWS
+    assert drafters.rows_of() == drafters.ROWS

@@ -12,7 +12,6 @@ import pytest
 
 from bench import all as everything
 from bench import check, gsm8k, json_schema, peers, report
-from bench.backends import transformers
 from bench.backends.base import Batch, Reply, figures, tpot_ms
 from bench.common import ROOT, rounded, samples_path
 from overlap_spec.errors import ConfigError
@@ -37,11 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of a small run of each benchmark, with the embedded model."""
     pytest.importorskip("transformers")
     made = tmp_path_factory.mktemp("records")
-    with pytest.MonkeyPatch.context() as patch:
-        # As on a GPU.
-        patch.setattr(peers, "LOCAL", {**peers.LOCAL, peers.STATIC: transformers.StaticSystem})
-        for name, (module, words) in RUNS.items():
-            module.main(["--quick", "--json", str(made / f"{name}.json"), *words])
+    for name, (module, words) in RUNS.items():
+        module.main(["--quick", "--json", str(made / f"{name}.json"), *words])
     return made
 
 
@@ -189,8 +185,7 @@ def test_peers_say_the_same_and_missing_ones_are_named(folder: Path) -> None:
     record, _ = read(folder, "peers")
     for workload in ("batch 1", "batch 16"):
         systems = record["workloads"][workload]
-        local = {"transformers + xgrammar", "transformers assisted", peers.STATIC}
-        assert {"overlap-spec", *local} <= set(systems)
+        assert {"overlap-spec", "overlap-spec plain", peers.LOCAL} <= set(systems)
         for name, side in systems.items():
             assert side["requests"] == 2, name
             assert side["valid_share"] in (None, 1.0), name
@@ -348,8 +343,6 @@ def test_committed_expectations_are_well_formed() -> None:
 
 # What they run is run in another tree, by another benchmark, or by no one benchmark.
 APART = {"all", "check", "report", "side_by_side", "step_cost"}
-# Makes a checkpoint, and measures nothing.
-TOOLS = {"padded"}
 
 
 def test_all_reaches_every_benchmark() -> None:
@@ -359,7 +352,7 @@ def test_all_reaches_every_benchmark() -> None:
         for path in folder.glob("*.py")
         if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")
     }
-    assert commands == {*everything.USUAL, *everything.OTHERS} | APART | TOOLS
+    assert commands == {*everything.USUAL, *everything.OTHERS} | APART
 
 
 def test_all_goes_on_where_it_was_interrupted(
