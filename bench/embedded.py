@@ -12,8 +12,6 @@ verifies. ``--card`` writes the figures into the model's card, beside the aims.
 from __future__ import annotations
 
 import json
-import re
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,11 +38,6 @@ SAMPLE_QUESTIONS = [
     "A ticket costs $8. How much do 7 tickets cost?",
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
-SHAPES = {
-    "e-mail address": r"[^@ ]+@[^@ ]+",
-    "date": r"\d{4}-\d\d-\d\d",
-    "time": r"\d\d:\d\d",
-}
 BEGIN, END = "<!-- figures: written by bench.embedded -->", "<!-- end of figures -->"
 NAMES = {
     "seen": "extraction, written phrasings",
@@ -90,40 +83,19 @@ def accept_length(outputs: Sequence[Output]) -> float:
     return sum(o.stats.verified_tokens for o in outputs) / max(verifies, 1)
 
 
-def shape_of(value: Any) -> str:
-    """What a value looks like, for figures by shape."""
-    if value is None or value in ("", []):
-        return "not stated"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "number"
-    if isinstance(value, (list, dict)):
-        return "array" if isinstance(value, list) else "object"
-    for shape, pattern in SHAPES.items():
-        if re.fullmatch(pattern, value):
-            return shape
-    return "lower-case words" if value == value.lower() else "name or code"
-
-
 def score(cases: Sequence[Case], outputs: Sequence[Output]) -> dict[str, Any]:
-    """Shares over cases: finished and valid, exact, of fields, and of fields by shape of value."""
+    """Shares over cases: finished and valid, exact, of fields."""
     exact = fields = total = done = 0
-    shapes: dict[str, list[bool]] = defaultdict(list)
     for case, output in zip(cases, outputs, strict=True):
         found = output.parsed if isinstance(output.parsed, dict) else {}
         done += output.finish_reason == "stop"
         exact += found == case.answer
         total += len(case.answer)
-        right = {key: found.get(key, ...) == value for key, value in case.answer.items()}
-        fields += sum(right.values())
-        for key, value in case.answer.items():
-            shapes[shape_of(value)].append(right[key])
+        fields += sum(found.get(key, ...) == value for key, value in case.answer.items())
     return {
         "finished": done / len(cases),
         "exact": exact / len(cases),
         "fields": fields / total,
-        "shapes": {name: sum(found) / len(found) for name, found in sorted(shapes.items())},
     }
 
 
@@ -163,21 +135,18 @@ def extractions(
     }
 
 
-def choices(run: Run, engine: Engine, draft: str, cases: Sequence[Choice]) -> dict[str, Any]:
+def choices(run: Run, engine: Engine, draft: str, cases: Sequence[Choice]) -> dict[str, float]:
     """Figures of questions about a text, each under its own list of answers."""
     outputs = engine.generate(
         [c.prompt for c in cases], [Grammar.choice(list(c.options)) for c in cases], GREEDY
     )
-    right: dict[str, list[bool]] = defaultdict(list)
     for case, output in zip(cases, outputs, strict=True):
-        kind = "yes or no" if set(case.options) <= {"yes", "no", "unknown"} else "a value"
-        right[kind].append(output.text == case.answer)
         run.sample(
             draft=draft, kind="choice", template=case.template_id, prompt=case.prompt,
             text=output.text, answer=case.answer,
         )  # fmt: skip
-    shares = {kind: sum(found) / len(found) for kind, found in sorted(right.items())}
-    return {"exact": sum(sum(found) for found in right.values()) / len(cases), "shapes": shares}
+    right = sum(o.text == case.answer for case, o in zip(cases, outputs, strict=True))
+    return {"exact": right / len(cases)}
 
 
 def free(engine: Engine, cases: Sequence[Case]) -> dict[str, float]:
@@ -215,16 +184,7 @@ def card_figures(results: dict[str, Any], cases: int, command: str) -> str:
         "",
         f"Without a grammar {chain['free']['json']:.3f} of the answers are JSON objects (accept "
         f"length {chain['free']['accept_length']:.2f}).",
-        "",
-        "Fields by the shape of the right value:",
-        "",
-        "| | written | held out | written afterwards | open domains |",
-        "|---|---|---|---|---|",
     ]
-    parts = [chain[kind]["shapes"] for kind in ("seen", "unseen", "fresh", "open")]
-    for shape in sorted(set().union(*parts)):
-        texts = [f"{part[shape]:.2f}" if shape in part else "" for part in parts]
-        lines.append(f"| {shape} | {' | '.join(texts)} |")
     lines += ["", "| aim | | reached | |", "|---|---|---|---|"]
     for name, path, least in AIMS:
         value: Any = chain

@@ -1,8 +1,9 @@
 """How many schemas a backend gets right, and how fast its masks are.
 
 ``python -m bench.maskbench [--data FILE.jsonl] [--backend auto|xgrammar|outlines|llguidance]
-[--vocab N] [--limit N] [--in-process] [--quick] [--json PATH]`` compiles each schema and feeds each of its instances token by token, as compact JSON with its keys in schema
-order. A line of the file is ``{"id", "schema", "tests": [{"valid", "data"}]}``.
+[--vocab N] [--limit N] [--in-process] [--quick] [--json PATH]`` compiles each schema and feeds each
+of its instances token by token, as compact JSON with its keys in schema order. A line of the file
+is ``{"id", "schema", "tests": [{"valid", "data"}]}``.
 
 Each schema lands in exactly one class: ``clean`` (at least one instance, all right), ``untested``
 (compiles, no instance), ``refused``, ``over_constrained`` (a valid instance rejected),

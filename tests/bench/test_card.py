@@ -7,21 +7,10 @@ from typing import Any
 import pytest
 
 from bench import embedded
-from bench.embedded import shape_of
-
-
-def test_values_have_shapes():
-    shapes = {
-        "not stated": (None, "", []), "boolean": (True,), "number": (3, 0.5), "array": (["a"],),
-        "e-mail address": ("a.b@c.de",), "date": ("2024-01-02",), "time": ("18:30",),
-        "lower-case words": ("desk lamp",), "name or code": ("Anna Smith", "AB-12"),
-    }  # fmt: skip
-    for shape, values in shapes.items():
-        assert {shape_of(value) for value in values} == {shape}
 
 
 def results(exact: float) -> dict[str, Any]:
-    row = {"exact": exact, "fields": 0.9, "accept_length": 4.0, "shapes": {"date": 1.0}}
+    row = {"exact": exact, "fields": 0.9, "accept_length": 4.0}
     kinds = ("seen", "unseen", "fresh", "open", "seen_tools", "unseen_tools", "wide")
     chain = dict.fromkeys(kinds, row) | {
         "choice": {"exact": exact}, "free": {"json": 1.0, "accept_length": 4.0},

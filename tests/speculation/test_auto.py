@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from bench import six_machines
-from bench.simulated import MACHINES, best_static, profiled, quick, run
 from overlap_spec.engine.budgets import Budgets
 from overlap_spec.speculation.auto import AutoPolicy
 from overlap_spec.speculation.cost import (
@@ -34,6 +33,7 @@ from overlap_spec.steps import StepPlan, StepResult
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from tests.support.policies import told, view
+from tests.support.simulated import MACHINES, best_static, profiled, quick, run
 from tests.support.tiers import few
 
 TIERS = (*(static_tier(steps, 1, None) for steps in AUTO_CHAINS), *AUTO_TREES)

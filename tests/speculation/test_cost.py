@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.simulated import MACHINES, profiled
 from overlap_spec.engine.cost_model import fit_times, startup_fit, tier_points
 from overlap_spec.speculation.cost import (
     ASSUMED,
@@ -30,6 +29,7 @@ from overlap_spec.speculation.cost import (
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.pass_times import PassTimes, Point
+from tests.support.simulated import MACHINES, profiled
 
 MODEL = CostModel(
     verify=10.0, verify_node=0.5, verify_context=0.01,
