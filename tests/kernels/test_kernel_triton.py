@@ -104,16 +104,9 @@ def test_a_key_that_attention_may_not_read_is_a_canary(interpreter: ProcessPoolE
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["move_kv", "causal_attention"])
-def test_a_kernel_touches_its_arguments_alone(name: str, checked: ProcessPoolExecutor) -> None:
-    checked.submit(run_case, name, 3, "cpu").result()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
 def test_every_kernel_touches_its_arguments_alone(name: str, checked: ProcessPoolExecutor) -> None:
-    checked.submit(run_case, name, 4, "cpu").result()
+    checked.submit(run_case, name, 3, "cpu").result()
 
 
 @gpu
