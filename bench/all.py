@@ -28,7 +28,7 @@ from bench.common import ROOT, fail
 USUAL = ("counts", "overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench")
 OTHERS = (
     "embedded", "drafters", "traces", "attack", "exactness", "whole", "simulated_device",
-    "six_machines", "kernels", "gpu",
+    "six_machines", "gpu",
 )  # fmt: skip
 
 
@@ -36,8 +36,7 @@ def lacking(name: str, options: argparse.Namespace) -> str | None:
     """What a benchmark needs that is not here, in words."""
     if name == "exactness" and options.suite is None:
         return "needs --suite, a folder of the JSON Schema Test Suite"
-    # Without a device and in small sizes, bench.kernels shows what it would measure.
-    device = name == "gpu" or (name == "kernels" and options.full)
+    device = name == "gpu"
     return "needs a CUDA device" if device and not torch.cuda.is_available() else None
 
 

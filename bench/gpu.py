@@ -1,28 +1,36 @@
-"""How near its limits a verify comes on a CUDA device, by itself.
+"""How near their limits a CUDA device's kernels come, and a whole verify.
 
-``python -m bench.gpu [--model NAME | --model DIR --draft DIR] [--work DIR] [--quick] [--json PATH]
-[--rehearse]`` replays the verify's graph at 16 and 64 nodes, batches to 32 and contexts to 32k, on
-one device of 80 GB. The share is the least time that the rates of a large copy and a large product
-allow over the time taken. The target is the embedded model padded to the cost of ``llama-3.1-8b``
-(16 GB, written once to ``--work``) unless ``--model`` says otherwise. ``--rehearse`` runs the same
-on the CPU at tiny sizes, to see that it works: it measures nothing, which the record says. Without
-a device the exit status is 2. What else is asked of a GPU, ``bench.kernels``, ``bench.overlap`` and
+``python -m bench.gpu [--only verify|kernels] [--model NAME | --model DIR --draft DIR] [--work DIR]
+[--quick] [--json PATH] [--seed S] [--rehearse]`` first measures two ceilings: a large copy (bytes
+read and written) and a large product. A share is the least time that they allow over the time
+taken. Then comes every operation at Llama-3.1-8B's shapes (``bench.kernel_work``), as a CUDA graph
+of calls over inputs that take turns, so that none is found in the cache, and its reference in the
+same way; they are first held to each other (exit status 1 where they disagree). Attention is
+measured with FlashAttention-3 too, where that is installed (``OVERLAP_SPEC_KERNELS=flash``).
+
+At last the verify's graph is replayed at 16 and 64 nodes, batches to 32 and contexts to 32k, on one
+device of 80 GB. The target is the embedded model padded to the cost of ``llama-3.1-8b``
+(16 GB, written once to ``--work``) unless ``--model`` says otherwise. ``--rehearse`` runs the
+verify alone on the CPU at tiny sizes, to see that it works: it measures nothing, which the record
+says. Without a device the exit status is 2. What else is asked of a GPU, ``bench.overlap`` and
 ``bench.peers`` tell (docs/gpu.md has the order).
 
 Fields of the last line, beside those of every record (``bench.common``): ``cells`` (nodes, batch
 and context → ``bytes`` and ``flops`` of the verify, ``least_ms``, ``verify_ms``, ``share``, and of
-those that are judged ``aim``; or ``skipped``), ``like`` (the target's name), ``rehearsal``. It is
+those that are judged ``aim``; or ``skipped``), ``kernels`` (name → ``us`` and ``reference_us``
+(spreads), ``gb_s``, ``tflop_s``, ``share``, ``speedup`` (pair by pair), ``bytes``, ``flops``; with
+FlashAttention-3 ``flash_us`` and ``flash_speedup`` over the kernel), ``copy_gb_s``,
+``matmul_tflop_s``, ``like`` (the target's name), ``rehearsal``. It is
 ``bench/results/GPU-DATE.json`` unless ``--json`` says otherwise.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -31,12 +39,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.common import ROOT, Run, command, flags, machine, median, spread
-from bench.kernels import ceilings
+from bench.common import ROOT, Run, command, fail, flags, machine, median, paired, spread
+from bench.kernel_work import Draw, Work, works
 from bench.overlap import SETTINGS
 from bench.targets import add_model_flags, model_settings, padded_target, work_folder
 from overlap_spec.engine import Engine
 from overlap_spec.kernels import build_tree
+from overlap_spec.kernels.dispatch import flash_installed, use
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.graphs import CudaGraph, Eager, Recorded
@@ -47,6 +56,8 @@ LIKE = "llama-3.1-8b"
 REHEARSAL_VOCABULARY = 4096
 BRANCHES = 4
 RUNS, WARM_UPS = 20, 3
+CACHE_BYTES = 256 * 2**20
+MOST_SETS, CALLS = 16, 32
 
 
 class Cell(NamedTuple):
@@ -93,12 +104,14 @@ def weight_bytes(folder: Path, itemsize: int) -> int:
     return total
 
 
-def measure(target: Path, options: argparse.Namespace, run: Run) -> dict[str, dict[str, Any]]:
+def measure_verify(
+    run: Run, target: Path, copy_bytes_s: float, product_flops_s: float
+) -> dict[str, dict[str, Any]]:
     """Each cell's figures."""
+    options = run.options
     cells = (REHEARSAL_CELLS if options.rehearse else CELLS)[: QUICK if options.quick else None]
-    # As the engine holds a weight: float32 on the CPU. A rehearsal's ceilings are any.
+    # As the engine holds a weight: float32 on the CPU.
     device, item = ("cpu", 4) if options.rehearse else ("cuda", 2)
-    copy_bytes_s, product_flops_s = (1e10, 1e11) if options.rehearse else ceilings(options.quick)
     weights = weight_bytes(target, item)
     found: dict[str, dict[str, Any]] = {}
     with (
@@ -217,6 +230,141 @@ def _by_clock(recorded: Callable[..., object], inputs: tuple[Tensor, ...]) -> li
     return taken[1:]
 
 
+def input_sets(work: Work) -> list[tuple[Any, ...]]:
+    """Enough sets of arguments that together they are more than any cache holds."""
+    first = work.draw()
+    held = max(1, sum(t.numel() * t.element_size() for t in tensors(first)))
+    count = min(MOST_SETS, max(2, -(-CACHE_BYTES // held)))
+    return [first, *(work.draw() for _ in range(count - 1))]
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from tensors(item)
+
+
+def graph_us(work: Work, choice: str, sets: list[tuple[Any, ...]]) -> Callable[[], float]:
+    """A measurement of microseconds a call, by replays of a graph of many calls."""
+    with use(choice), torch.inference_mode():
+        for args in sets:
+            work.operation(*args)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for index in range(CALLS):
+                work.operation(*sets[index % len(sets)])
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample() -> float:
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        elapsed_ms: float = start.elapsed_time(end)
+        return elapsed_ms * 1e3 / CALLS
+
+    return sample
+
+
+def disagreement(work: Work, args: tuple[Any, ...], choice: str = "triton") -> float:
+    """Largest relative error of the kernel's results, and of what it wrote into its arguments."""
+    outcomes = []
+    for each in (choice, "reference"):
+        own = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+        with use(each), torch.inference_mode():
+            result = work.operation(*own)
+        outcomes.append([*tensors(result), *tensors(own)])
+    worst = 0.0
+    for mine, theirs in zip(*outcomes, strict=True):
+        mine, theirs = (t.double().nan_to_num(7.0, 1e4, -1e4) for t in (mine, theirs))
+        size = float(theirs.norm())
+        worst = max(worst, float((mine - theirs).norm()) / size if size else 0.0)
+    return worst
+
+
+# Choices may differ by one token at a boundary of the coin; a path's tail is arbitrary.
+OPEN = ("masked_choose", "top_candidates", "accept_path")
+
+
+# Where a choice's time stands in the record.
+FIELDS = {"triton": "us", "reference": "reference_us", "flash": "flash_us"}
+
+
+def choices_of(work: Work) -> tuple[str, ...]:
+    """Which of :data:`FIELDS` are held to the reference."""
+    is_attention = (work.config or "").startswith("attention")
+    return ("triton", "flash") if is_attention and flash_installed() else ("triton",)
+
+
+def ceilings(quick: bool) -> tuple[float, float]:
+    """Bytes a second of a copy, and bf16 operations a second of a product."""
+    size = 2**28 if quick else 2**30
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_us = _best_us(lambda: target.copy_(source))
+    side = 4096 if quick else 8192
+    a, b = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product_us = _best_us(lambda: torch.mm(a, b))
+    return 2 * size / copy_us * 1e6, 2 * side**3 / product_us * 1e6
+
+
+def _best_us(call: Callable[[], Any]) -> float:
+    times: list[float] = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return median(times[2:])
+
+
+def measure_kernels(
+    run: Run, chosen: Sequence[Work], repetitions: int, memory: float, product: float
+) -> dict[str, dict[str, Any]]:
+    """Kernel and reference of every work in turn: each one's figures."""
+    rows: dict[str, Any] = {}
+    with run.progress() as progress:
+        task = progress.add_task("kernels", total=len(chosen))
+        for work in chosen:
+            progress.update(task, description=work.name)
+            sets = input_sets(work)
+            choices = choices_of(work)
+            for choice in choices:
+                error = disagreement(work, sets[0], choice)
+                if error > 0.02 and not work.name.startswith(OPEN):
+                    fail(f"{work.name}: {choice} and reference disagree by {error:.3g}")
+            samples = {c: graph_us(work, c, sets) for c in (*choices, "reference")}
+            us: dict[str, list[float]] = {choice: [] for choice in samples}
+            for _ in range(repetitions):
+                for choice, sample in samples.items():
+                    us[choice].append(sample())
+                last = {FIELDS[choice]: values[-1] for choice, values in us.items()}
+                run.sample(work=work.name, **last)
+            taken = us["triton"]
+            seconds = median(taken) * 1e-6
+            floor = max(work.bytes / memory, work.flops / product)
+            rows[work.name] = {
+                **{FIELDS[choice]: spread(values) for choice, values in us.items()},
+                "gb_s": work.bytes / seconds / 1e9,
+                "tflop_s": work.flops / seconds / 1e12,
+                "share": floor / seconds,
+                "speedup": paired(us["reference"], taken),
+                "bytes": work.bytes,
+                "flops": work.flops,
+            }
+            if "flash" in us:
+                rows[work.name]["flash_speedup"] = paired(taken, us["flash"])
+            progress.advance(task)
+    return rows
+
+
 def default_path(device: str, date: str) -> Path:
     """Where a run's record goes: the device's name and the day."""
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
@@ -229,6 +377,7 @@ def main(arguments: Sequence[str] | None) -> None:
     parser = flags("gpu", "How near its limits a CUDA device's verify comes.")
     add_model_flags(parser, f"that of {LIKE}")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at tiny sizes")
+    parser.add_argument("--only", choices=("verify", "kernels"), help="this part alone")
     options = parser.parse_args(arguments)
     if options.rehearse and options.json is not None and RESULTS in options.json.resolve().parents:
         parser.error("--json must not be in bench/results: a rehearsal measures nothing")
@@ -237,14 +386,24 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.json is None and not options.rehearse:
         options.json = default_path(machine()["device"], datetime.now(UTC).isoformat())
     run = Run("gpu", options, arguments)
-    if options.rehearse:
-        target, _ = padded_target(work_folder(options.work), REHEARSAL_VOCABULARY)
-    else:
-        options.model = options.model or LIKE
-        target = Path(model_settings(options)["model"])
     torch.set_num_threads(1)
-    cells = measure(target, options, run)
-    run.finish(RUNS, cells=cells, like=Path(options.model or "").name, rehearsal=options.rehearse)
+    # A rehearsal's are any.
+    memory, product = (1e10, 1e11) if options.rehearse else ceilings(options.quick)
+    found: dict[str, Any] = {"kernels": {}, "cells": {}}
+    if not options.rehearse and options.only != "verify":
+        draw = Draw(torch.device("cuda"), torch.bfloat16, options.seed)
+        chosen = list(works(draw, (1,) if options.quick else (1, 32)))
+        found["kernels"] = measure_kernels(run, chosen, RUNS, memory, product)
+    if options.only != "kernels":
+        if options.rehearse:
+            target, _ = padded_target(work_folder(options.work), REHEARSAL_VOCABULARY)
+        else:
+            options.model = options.model or LIKE
+            target = Path(model_settings(options)["model"])
+        found["cells"] = measure_verify(run, target, memory, product)
+    found |= {"copy_gb_s": memory / 1e9, "matmul_tflop_s": product / 1e12}
+    like = Path(options.model or "").name
+    run.finish(RUNS, **found, like=like, rehearsal=options.rehearse)
 
 
 if __name__ == "__main__":

@@ -70,36 +70,6 @@ def scripted() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("raw", [True, False])
-def test_a_stream_is_put_together(scripted: str, raw: bool) -> None:
-    system = ServerSystem(scripted)
-    schema = None if raw else {"type": "object"}
-    batch = system.run([Task("Q", schema, 9, ("stop",), raw)] * 3, 2)
-    for reply in batch.replies:
-        assert (reply.text, reply.tokens, reply.finish_reason) == ("The answer is 7.", 5, "stop")
-        assert reply.ttft_ms is not None
-        assert 0 < reply.ttft_ms <= reply.end_to_end_ms
-    asked = Script.asked[0]
-    assert asked["path"] == ("/v1/completions" if raw else "/v1/chat/completions")
-    assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("scripted", 0.0, 9)
-    assert asked["stop"] == ["stop"]
-    assert asked["stream_options"] == {"include_usage": True}
-    if not raw:
-        form = asked["response_format"]
-        assert (form["type"], form["json_schema"]["schema"]) == ("json_schema", schema)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "words"),
-    [("refused", "no such thing"), ("broken", "engine fell over"), ("countless", "without usage")],
-)
-def test_a_fault_is_that_requests_alone(scripted: str, prompt: str, words: str) -> None:
-    batch = ServerSystem(scripted).run([Task(prompt, raw=True), Task("Q", raw=True)], 2)
-    assert batch.replies[0].finish_reason == "error"
-    assert words in str(batch.replies[0].error)
-    assert batch.replies[1].error is None
-
-
 def test_where_no_server_listens() -> None:
     with pytest.raises(ConfigError, match="lists no model"):
         ServerSystem("http://127.0.0.1:9")

@@ -126,8 +126,8 @@ def test_kernel_on_the_gpu(name: str) -> None:
 @needs_cuda
 def test_kernels_on_the_gpu_neither_wait_nor_leave_a_graph() -> None:
     """Each operation's capture in a CUDA graph replays to what it computed outside, unwaited."""
+    from bench.gpu import tensors
     from bench.kernel_work import Draw, works
-    from bench.kernels import tensors
     from overlap_spec.kernels.dispatch import use
 
     for work in works(Draw(torch.device("cuda"), torch.bfloat16, 1), (2,)):
