@@ -148,8 +148,6 @@ def test_a_summary_is_of_its_samples() -> None:
         {"device": "d", "kind": kind, "batch": 1, "mode": "once-sync", "step_ms": ms, **figures}
         for kind, ms in (("json", 5.0), ("json", 5.0), ("free", 4.0))
     ]
-    samples.append({"test": "t", "mode": "none", "seconds": 3.0})
     found = summary(samples)
     assert found["devices"]["d"]["json"]["1"]["once-sync"]["step_ms"] == 5.0
     assert found["under_grammar"] == {"d": {"1": {"tokens_s": 1.0, "at_equal_length": 0.8}}}
-    assert found["tests"] == {"t": {"none": 3.0}}
