@@ -63,14 +63,6 @@ def test_figures_of_a_run(found: Found) -> None:
 
 
 @pytest.mark.ci
-def test_sides_take_turns(found: Found) -> None:
-    _, samples = found
-    own = [s for s in samples if s["drafter"] == "ngram" and s["row"] == "greedy, chain of 5"]
-    sides = [(s["repetition"], s["side"]) for s in own if s["workload"] == "JSON"]
-    assert sides == [(0, "plain"), (0, "ngram"), (1, "ngram"), (1, "plain")]
-
-
-@pytest.mark.ci
 def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
     record, samples = found
     assert drafters.faults(record["models"]) == []
@@ -143,14 +135,3 @@ def test_a_larger_target_is_drafted_for_by_the_embedded_one(
     assert made["eagle"] == "own"
     assert Path(made["draft_model"]).name == "151936"
     assert "draft_model" not in drafters.checkpoints(drafters.parse([]), {})
-
-
-def test_overlap_modes_are_rows_of_their_own() -> None:
-    rows = drafters.rows_of(("none", "once-sync"))
-    assert set(rows) - set(drafters.ROWS) == {
-        f"greedy, {shape}, {mode}"
-        for shape in ("chain of 5", "tree of 16")
-        for mode in ("none", "once-sync")
-    }
-    assert rows["greedy, tree of 16, none"].engine == drafters.TREE | {"overlap": "none"}
-    assert drafters.rows_of() == drafters.ROWS

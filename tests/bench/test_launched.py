@@ -18,7 +18,7 @@ from bench.backends.gguf_file import write_gguf, write_gguf_head
 from bench.backends.launched import Work, open_peers
 from bench.padded import Source
 from overlap_spec.config import EMBEDDED
-from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import read_config
 from overlap_spec.models.eagle3 import feature_layers, read_eagle3_config
 from tests.support.checkpoints import SHAPE, write_target
@@ -83,24 +83,6 @@ def test_a_file_has_every_weight_and_interleaved_heads(
     assert tokens[-4:] == ["<bos>", "<user>", "<assistant>", "<end>"]
     assert kinds[-4:] == ["control"] * 4
     assert made.fields["add_eos_token_id"] == (259,)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"attention_bias": True}, "biases"),
-        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "norms.*Qwen3"),
-    ],
-)
-def test_what_is_not_converted_is_said(
-    changes: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    write_target(tmp_path / "source", **changes)
-    with pytest.raises(CheckpointError, match=reason):
-        write_gguf(tmp_path / "source", tmp_path / "out.gguf", torch.float32)
-    write_target(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="float16"):
-        write_gguf(tmp_path / "plain", tmp_path / "out.gguf", torch.float16)
 
 
 def test_a_head_names_its_features_and_tokens(writer: type[Writer], tmp_path: Path) -> None:

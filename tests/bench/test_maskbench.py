@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from bench import maskbench
-from bench.masks import Order, padded_tokens
+from bench.masks import Order
 from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
-from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 PERSON = {
@@ -65,34 +64,6 @@ def test_each_schema_lands_in_its_class(tmp_path: Path, capsys: pytest.CaptureFi
     assert "uniqueItems" in failed["refused"]["reason"]
     samples = out.with_suffix(".samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in samples] == list(ENTRIES)
-
-
-def test_an_order_that_only_the_file_has_is_told_apart() -> None:
-    found = padded_tokens(2100, 0)
-    schema = {"type": "object", "patternProperties": {"^b": {"type": "null"}}, "required": ["b"]}
-    compiled = XGrammarBackend(found.vocabulary).compile(Grammar.json_schema(schema))
-
-    class Reversed(Order):
-        def apply(self, value: Any) -> Any:
-            return dict(reversed(value.items()))
-
-    result = maskbench.Result()
-    entry = {"schema": schema, "tests": [case(True, {"b": None, "a": 1})]}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maskbench, "Order", Reversed)
-        maskbench.judge(compiled, entry, found, result)
-    assert result.name == "order_only"
-    assert result.reason.startswith("at token ")
-
-
-def test_a_failed_compile_keeps_its_kind() -> None:
-    class Slow:
-        def compile(self, _: Grammar) -> None:
-            raise CompileFailure("took too long", "timeout")
-
-    found = padded_tokens(2100, 0)
-    result = maskbench.run_schema(Slow(), {"schema": {}}, found)  # type: ignore[arg-type]
-    assert (result.name, result.reason, result.ttfm_ms) == ("timeout", "took too long", None)
 
 
 def test_a_token_outside_the_mask_stops_the_feed() -> None:

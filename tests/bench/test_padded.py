@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from bench import padded
 from bench.padded import CONSTANT, PRESETS, Sizes, grow, like, pad
 from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
-from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import KeySpan, rotate_and_store, tree_attention
 from overlap_spec.models.config import ModelConfig, read_config
 from overlap_spec.models.decoder import Decoder, Heads
-from overlap_spec.models.eagle3 import feature_layers
-from overlap_spec.models.weights import load_decoder, load_eagle3
+from overlap_spec.models.weights import load_decoder
 from overlap_spec.tokenizer import Tokenizer
 from tests.support.checkpoints import SHAPE, write_head, write_target
 from tests.support.tiers import few
@@ -103,45 +101,6 @@ def test_the_function_stays_the_same(case: str, tmp_path: Path) -> None:
     torch.testing.assert_close(theirs[:, :VOCAB], want, atol=2e-4, rtol=1e-4)
     if sizes.vocab:
         assert float(theirs[:, VOCAB:].max()) < float(want.min()) - 5000
-
-
-def test_new_layers_add_exactly_nothing(tmp_path: Path) -> None:
-    write_target(tmp_path / "source")
-    pad(tmp_path / "source", None, tmp_path, Sizes(layers=6))
-    source = load_decoder(tmp_path / "source", torch.float32, CPU)
-    target = load_decoder(tmp_path / "target", torch.float32, CPU)
-    assert torch.equal(run(source, prompt())[0], run(target, prompt())[0])
-    weights = load_file(tmp_path / "target" / "model.safetensors")
-    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-        assert float(weights[f"model.layers.5.{name}.weight"].std()) > 0.01
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [Sizes(vocab=900), Sizes(700, 72, 5, 60, 12, 6)],
-    ids=["vocabulary", "all"],
-)
-@torch.no_grad()
-def test_the_head_drafts_the_same(sizes: Sizes, tmp_path: Path) -> None:
-    """Draft logits at the root, and after one step on the head's own output."""
-    write_target(tmp_path / "source")
-    write_head(tmp_path / "head", layers=(-1, 1, 2))
-    pad(tmp_path / "source", tmp_path / "head", tmp_path, sizes)
-    found = []
-    for target_path, head_path in (("source", "head"), ("target", "eagle3")):
-        target = load_decoder(tmp_path / target_path, torch.float32, CPU)
-        head = load_eagle3(tmp_path / head_path, target, torch.float32)
-        layers = feature_layers(head.config, target.config)
-        assert layers == (0, 2, 3)
-        tokens, positions = prompt(), torch.arange(len(prompt()))
-        features = run(target, tokens, layers)[1]
-        embeds = target.embed_tokens(tokens)
-        cache = attention(head.config.layer, len(tokens))
-        state = head(embeds, head.fuse(features), positions, cache)
-        again = head(embeds.roll(-1, 0), state, positions, cache)
-        found.append((head.logits(state), head.logits(again)))
-    for want, got in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def texts(target: Path, draft: Path | None, **settings: Any) -> list[tuple[Any, ...]]:
@@ -273,22 +232,6 @@ def test_sizes_that_cannot_be(sizes: Sizes, culprit: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=culprit):
         pad(tmp_path / "source", None, tmp_path / "out", sizes)
     assert not (tmp_path / "out").exists()
-
-
-def test_sources_that_cannot_be_padded(tmp_path: Path) -> None:
-    write_target(tmp_path / "biased", attention_bias=True)
-    with pytest.raises(CheckpointError, match="bias is not a weight that can be padded"):
-        pad(tmp_path / "biased", None, tmp_path, Sizes(layers=4))
-    write_target(tmp_path / "source")
-    tokenizer = tmp_path / "source" / "tokenizer.json"
-    spec = json.loads(tokenizer.read_text())
-    spec["model"]["ignore_merges"] = True
-    tokenizer.write_text(json.dumps(spec))
-    with pytest.raises(CheckpointError, match="ignore_merges"):
-        pad(tmp_path / "source", None, tmp_path, Sizes(vocab=500))
-    (tmp_path / "source" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="safetensors"):
-        pad(tmp_path / "source", None, tmp_path, Sizes(vocab=500))
 
 
 @pytest.mark.ci

@@ -10,13 +10,11 @@ import pytest
 from bench import simulated_device
 from bench.device_model import (
     COPY_US,
-    DEVICES,
     LAUNCH_US,
     Device,
     HostClock,
     Oracle,
     TableStreams,
-    at,
 )
 from bench.simulated_device import simulated, summary
 from bench.workloads import Ask
@@ -41,16 +39,6 @@ class Hand:
 
 def streams_of(hand: Callable[[], int]) -> TableStreams:
     return TableStreams(SLOW, lambda *_: None, HostClock(hand))
-
-
-def test_curves() -> None:
-    curve = {1: 10.0, 3: 20.0, 4: 40.0}
-    assert [at(curve, x) for x in (0.5, 1, 2, 3, 6)] == [10, 10, 15, 20, 80]
-    assert at({1: 7.0}, 9) == 7
-    for device in DEVICES.values():
-        for by in (device.verify_us, device.draft_us, device.accept_us, device.extend_us):
-            assert list(by) == sorted(by)
-            assert list(by.values()) == sorted(by.values())
 
 
 def test_work_begins_when_it_is_queued_and_what_it_waits_for_has_passed() -> None:
