@@ -134,7 +134,7 @@ def render(folder: Path) -> str:
             f"repetitions {record['repetitions']}",
         )  # fmt: skip
         console.rule(record["bench"])
-        console.print(" · ".join(told), markup=False)
+        console.print(" · ".join(told), markup=False, highlight=False)
         tell(record, console)
     return console.export_html()
 
