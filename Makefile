@@ -49,7 +49,6 @@ check: $(STAMP)
 	$(BIN)/python -m bench.check --ci
 
 soak: $(STAMP)
-	$(BIN)/python -m bench.soak
 	$(BIN)/python -m bench.attack --seconds 300
 	$(BIN)/python -m bench.attack --disconnects 300 --minutes 2
 

@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None) -> None:
         "prefix_cache": False,
         "context_length": 1024,
     }
-    with Engine(**settings, **model_settings(options, run.console)) as engine:
+    with Engine(**settings, **model_settings(options)) as engine:
         # As a server does before it is ready.
         engine.compiler.warm()
         turns = install(engine, {n: load_policy(*POLICIES[n]) for n in options.policies})

@@ -6,32 +6,28 @@ each attack is made ``--rounds`` times: a million wrong items, 100,000 unknown f
 text, too many choices, schemas that are slow to read, bodies and streams that stall, foreign names,
 small chunks, more connections than there may be, and what takes others' part
 (``bench.attack_kinds``). The attackers have an address of their own. Then comes a fuzz of
-``--fuzz`` bodies: half of them are what the server's own document forbids, half are valid ones with
-something changed, at sizes up to the limit. ``--seconds N`` repeats all of it until the time is
-over.
+``--fuzz`` valid bodies with something changed, at sizes up to the limit. ``--seconds N`` repeats
+all of it until the time is over.
 
 ``--disconnects N --minutes M`` sends clients that leave instead, N a minute, at every stage of a
 request: in its head or body, while its grammar compiles, before its answer or in its stream.
-``--memory --minutes M`` makes those attacks in turn that take the engine's memory.
 
 It fails (exit status 1) where a good answer is wrong, an attack is answered with a 5xx, /health
 takes over half a second, a good new schema over two beside slow ones, a turn of the event loop over
 50 ms of processor time, the good requests' p99 is over three times that without attack, the front
-has over 400 MiB, something is left over, with clients that leave front or engine grow by over a
-tenth after the first fifth of the time, or, after ``--memory``, the engine has a minute later over
-200 MiB more than at first.
+has over 400 MiB, something is left over, or, with clients that leave, front or engine grow by over
+a tenth after the first fifth of the time.
 
 Fields of the last line, beside those of every record (``bench.common``): ``good`` (requests,
 wrong, ``calm_p99_ms``, ``attacked_p99_ms``, and ``streams_p99_ms``: beside two users' long answers
 and no attack), ``health_worst_ms``, ``schema_worst_ms`` (a good new schema beside floods of slow
-ones), ``turn_worst_ms`` (processor time of the event loop's longest
-turn; ``turn_worst_wall_ms`` by the clock), ``front_peak_mib``, ``attacks`` (statuses and time of
-each, and the good requests' p99 beside it), ``left_over``, with ``--memory`` ``engine_mib``
-(``before``, ``attacked``, and ``after`` a minute of rest, without the KV cache). With
-``--disconnects``, in place of ``attacks``: ``disconnects`` (how many left at which stage) and
-``memory`` (``early_mib`` and ``late_mib`` of front and engine; of the KV cache, which is not
-counted to the engine, the memory of the pages that were in use so far, and of all, ``most_mib``:
-computed prompts are kept as long as there is room).
+ones), ``turn_worst_ms`` (processor time of the event loop's longest turn;
+``turn_worst_wall_ms`` by the clock), ``front_peak_mib``, ``attacks`` (statuses and time of each,
+and the good requests' p99 beside it), ``left_over``. With ``--disconnects``, in place of
+``attacks``: ``disconnects`` (how many left at which stage) and ``memory`` (``early_mib`` and
+``late_mib`` of front and engine; of the KV cache, which is not counted to the engine, the memory of
+the pages that were in use so far, and of all, ``most_mib``: computed prompts are kept as long as
+there is room).
 """
 
 from __future__ import annotations
@@ -43,18 +39,31 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from random import Random
+from types import TracebackType
 from typing import Any
 
 import httpx
 
-from bench.attack_disconnects import disconnects
-from bench.attack_fuzz import almost_valid
-from bench.attack_kinds import JSON, Attack, GoodSchemas, attacking_client, attacks, memory_attacks
-from bench.attack_watch import Watch
+from bench.attack_kinds import (
+    CHAT,
+    JSON,
+    GoodSchemas,
+    attacking_client,
+    attacks,
+    disconnects,
+    mutations,
+)
 from bench.common import Run, command, fail, flags, percentile
 from bench.served import Served, rss_mib
 from overlap_spec.load.servers import read_metrics
 
+QUESTION = [{"role": "user", "content": "Is fire hot?"}]
+GOOD = {"messages": QUESTION, "structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0}
+ENDED_S = 120.0
 CALM_S = 5.0
 # Other users' long answers, beside which the good requests are timed as well.
 STREAMS = 2
@@ -72,8 +81,6 @@ MOST = {
 }
 # Of front and engine, after this part of the time in which clients leave.
 MOST_MEMORY, EARLY = 1.1, 0.2
-# Of the engine: when its memory is read, how long after the last attack, and what may be left.
-WHEN, REST_S, MOST_LEFT_MIB = ("before", "attacked", "after"), 60.0, 200.0
 
 
 @command
@@ -86,19 +93,120 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument(
         "--disconnects", type=float, default=0.0, help="clients a minute that leave, for attacks"
     )
-    parser.add_argument("--memory", action="store_true", help="take memory, for attacks")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of either (default 10)")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of these (default 10)")
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds, options.fuzz = 1, min(options.fuzz, 200)
-    if options.memory:
-        options.seconds, options.fuzz = 60 * options.minutes, 0
     run = Run("attack", options, arguments)
     with Served(["--mask-deadline-ms", "0"]) as served:
         found = asyncio.run(attack(run, options, served))
     record = run.finish(options.rounds, **found)
     if wrong := faults(record):
         fail("; ".join(wrong))
+
+
+# The good client has a process of its own: in the attacker's it would wait for the attacker's
+# interpreter, and count that against the server.
+
+
+@dataclass
+class Seen:
+    """What the good client saw.
+
+    Attributes:
+        answers: When each answer came, by ``time.monotonic``, and after how many ms.
+        wrong: Answers and probes that were not as they must be.
+        health_worst_ms, front_peak_mib: The slowest /health, and the front's most memory.
+    """
+
+    answers: list[tuple[float, float]] = field(default_factory=list)
+    wrong: int = 0
+    health_worst_ms: float = 0.0
+    front_peak_mib: float = 0.0
+
+    def times_ms(self, start: float, end: float) -> list[float]:
+        """Of the answers that came between two times."""
+        return [took for at, took in self.answers if start <= at < end]
+
+
+class Watch:
+    """Good requests, probes of /health, and the front's memory, while its context is open.
+
+    Args:
+        url, pid: Of the server.
+    """
+
+    def __init__(self, url: str, pid: int) -> None:
+        context = get_context("spawn")
+        self._end, child = context.Pipe()
+        self._process = context.Process(target=_watch, args=(url, pid, child), daemon=True)
+        self.seen = Seen()
+
+    def __enter__(self) -> Watch:
+        self._process.start()
+        # The first request compiles its grammar: the calm time begins behind it.
+        self._end.recv()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.is_alive():
+            self._end.send(None)
+            if self._end.poll(ENDED_S):
+                self.seen = self._end.recv()
+        self._process.join(ENDED_S)
+        self._process.kill()
+        if kind is None and not self.seen.answers:
+            raise RuntimeError("the good client answered nothing: see its error above")
+
+
+def _watch(url: str, pid: int, end: Connection) -> None:
+    end.send(asyncio.run(_all(url, pid, end)))
+
+
+async def _all(url: str, pid: int, end: Connection) -> Seen:
+    seen = Seen()
+    async with httpx.AsyncClient(base_url=url, timeout=90) as client:
+        await client.post(CHAT, json=GOOD)
+        end.send(None)
+        tasks = [asyncio.create_task(w) for w in (_ask(client, seen), _probe(client, pid, seen))]
+        while not end.poll():
+            await asyncio.sleep(0.05)
+            if any(task.done() for task in tasks):
+                break
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
+    return seen
+
+
+async def _ask(client: httpx.AsyncClient, seen: Seen) -> None:
+    """Ask a good question again and again."""
+    while True:
+        start = time.monotonic()
+        reply = await client.post(CHAT, json=GOOD)
+        now = time.monotonic()
+        seen.answers.append((now, 1e3 * (now - start)))
+        good = reply.status_code == 200
+        answer = reply.json()["choices"][0]["message"]["content"] if good else None
+        seen.wrong += answer not in ("yes", "no")
+
+
+async def _probe(client: httpx.AsyncClient, pid: int, seen: Seen) -> None:
+    """Ask for /health ten times a second."""
+    while True:
+        start = time.monotonic()
+        reply = await client.get("/health")
+        seen.health_worst_ms = max(seen.health_worst_ms, 1e3 * (time.monotonic() - start))
+        seen.front_peak_mib = max(seen.front_peak_mib, rss_mib(pid))
+        seen.wrong += reply.status_code != 200
+        await asyncio.sleep(0.1)
 
 
 async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[str, Any]:
@@ -122,15 +230,8 @@ async def attack(run: Run, options: argparse.Namespace, served: Served) -> dict[
             if options.disconnects:
                 made = await _clients_that_leave(run, options, served, client)
                 spans.append(("disconnects", begun, time.monotonic()))
-            elif options.memory:
-                states = [await _state(client, served)]
-                made = await _attacks(options, served, client, spans, memory_attacks())
-                states.append(await _state(client, served))
-                await asyncio.sleep(REST_S)
-                states.append(await _state(client, served))
-                made["engine_mib"] = dict(zip(WHEN, map(_engine_mib, states), strict=True))
             else:
-                made = await _attacks(options, served, client, spans, attacks(schemas))
+                made = await _attacks(options, served, client, spans, schemas)
         await asyncio.sleep(1)
         state = await _state(client, served)
     with httpx.Client(timeout=60) as plain:
@@ -167,7 +268,7 @@ async def _attacks(
     served: Served,
     client: httpx.AsyncClient,
     spans: list[tuple[str, float, float]],
-    kinds: dict[str, Attack],
+    schemas: GoodSchemas,
 ) -> dict[str, Any]:
     """Each attack's statuses and seconds; when each was made goes to ``spans``."""
     made: dict[str, Any] = {}
@@ -183,15 +284,11 @@ async def _attacks(
         print(f"{name}: {told} in {spans[-1][2] - start:.1f} s", file=sys.stderr, flush=True)
 
     while not made or time.monotonic() < end:
-        for name, one in kinds.items():
+        for name, one in attacks(schemas).items():
             start = time.monotonic()
             statuses = Counter([str(await one(client, served.url)) for _ in range(options.rounds)])
             add(name, statuses, start)
-        if not options.fuzz:
-            continue
-        # Made before the clock runs: that takes a processor for itself.
-        seed = options.seed + fuzzed
-        bodies = await asyncio.to_thread(almost_valid, served.url, options.fuzz, seed)
+        bodies = list(mutations(Random(options.seed + fuzzed), options.fuzz))
         fuzzed += 1
         start = time.monotonic()
         add("fuzz", await fuzz(client, served.url, bodies), start)
@@ -201,11 +298,6 @@ async def _attacks(
 async def _state(client: httpx.AsyncClient, served: Served) -> dict[str, Any]:
     state: dict[str, Any] = (await client.get(f"{served.url}/server_info")).json()["state"]
     return state
-
-
-def _engine_mib(state: dict[str, Any]) -> float:
-    """Memory of the engine's process without the KV cache's pages."""
-    return float(state["rss_bytes"] - state["kv_touched_bytes"]) / 2**20
 
 
 async def _clients_that_leave(
@@ -218,8 +310,9 @@ async def _clients_that_leave(
         # The last ones have still to be seen.
         await asyncio.sleep(1)
         state = await _state(client, served)
+        cache_mib = state["kv_touched_bytes"] / 2**20
+        engine_mib = state["rss_bytes"] / 2**20 - cache_mib
         front_mib = rss_mib(served.process.pid)
-        engine_mib, cache_mib = _engine_mib(state), state["kv_touched_bytes"] / 2**20
         memory.append({"front": front_mib, "engine": engine_mib, "kv_cache": cache_mib})
         most_cache_mib = state["kv_bytes"] / 2**20
         run.sample(left=dict(left), **memory[-1])
@@ -281,9 +374,6 @@ def faults(record: dict[str, Any]) -> list[str]:
     for name, mib in record.get("memory", {}).items():
         if mib["late_mib"] > mib.get("most_mib", MOST_MEMORY * mib["early_mib"]):
             found.append(f"the memory of the {name} grew: {mib}")
-    engine = record.get("engine_mib", dict.fromkeys(WHEN, 0.0))
-    if engine["after"] > engine["before"] + MOST_LEFT_MIB:
-        found.append(f"the engine kept memory: {engine}")
     for name, made in record.get("attacks", {}).items():
         if any(status.startswith("5") for status in made["statuses"]):
             found.append(f"{name}: {made['statuses']}")

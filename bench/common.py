@@ -129,15 +129,6 @@ class Run:
             console=self.console,
         )
 
-    def write(self, repetitions: int, **results: Any) -> dict[str, Any]:
-        """Write the record as far as it has come; see :meth:`finish`."""
-        head = {**self.head, "repetitions": repetitions, "samples": len(self.samples)}
-        record = {**rounded(results), **head}
-        line = strict_json(record)
-        if self.options.json is not None:
-            self.options.json.write_text(line + "\n", encoding="utf-8")
-        return record
-
     def finish(self, repetitions: int, **results: Any) -> dict[str, Any]:
         """Write and print the record, and show its tables.
 
@@ -148,9 +139,13 @@ class Run:
         Raises:
             ValueError: a figure that is not finite.
         """
-        record = self.write(repetitions, **results)
+        head = {**self.head, "repetitions": repetitions, "samples": len(self.samples)}
+        record = {**rounded(results), **head}
+        line = strict_json(record)
+        if self.options.json is not None:
+            self.options.json.write_text(line + "\n", encoding="utf-8")
         sys.stdout.flush()
-        print(strict_json(record), flush=True)
+        print(line, flush=True)
         report.tell(record)
         return record
 

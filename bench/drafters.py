@@ -1,17 +1,16 @@
 """Every drafter on the same requests, beside plain decoding: what is accepted, and what it costs.
 
 ``python -m bench.drafters [--model DIR --draft DIR | --model NAME] [--gsm8k FILE] [--spec-bench
-FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--rows A,B …] [--threshold P] [--modes MODE
-…] [--batch N] [--threads N] [--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
-(``overlap_spec.config.drafter_names``), and those in a row that are named.
+FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--modes MODE …] [--batch N] [--threads N]
+[--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
+(``overlap_spec.config.drafter_names``).
 
 Requests: JSON extraction, each under its own schema; extraction under one schema, where values come
 again; GSM8K questions and the first turns of Spec-Bench, from the files given (without one they are
 skipped, which the record says); and a document that repeats itself, to be said again. Each drafter
 is measured in the rows of :data:`ROWS`: as a chain and as a tree, greedy, and as a chain with
 sampling at temperature 1. Any other engine setting becomes a row by one more line there.
-``--threshold P`` adds rows at temperature 1 that accept by a threshold of P (``threshold_acc``),
-whose text is not that of plain decoding. ``--modes`` adds the greedy rows under each of these
+``--modes`` adds the greedy rows under each of these
 overlap modes; the rows without one have what the engine chooses.
 
 Drafter and plain decoding take turns, workload by workload, and the one that begins changes with
@@ -32,8 +31,8 @@ Fields of the last line, beside those of every record (``bench.common``):
     missing: Workload → why.
     batch, threads.
 
-All of them but ``dtype`` and the reasons are made of the raw lines, by :func:`summary`. Where an
-exact row says something else than plain decoding in float32, the exit status is 1.
+All of them but ``dtype`` and the reasons are made of the raw lines, by :func:`summary`. Where a row
+says something else than plain decoding in float32, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from bench.backends.engine import busy_ms
 from bench.common import ROOT, Run, command, fail, flags, paired, positive
@@ -65,8 +63,6 @@ from overlap_spec.worker.build import pick_device, pick_dtype
 
 PLAIN = "plain"
 EMBEDDED_NAME = "embedded"
-# What the names of rows have that may say something else.
-LOSSY = "threshold"
 SETTINGS: dict[str, Any] = {
     "adaptive": "static",
     "mask_deadline_ms": None,
@@ -106,22 +102,13 @@ ROWS: dict[str, Row] = {
 }
 
 
-def rows_of(threshold: float | None, modes: Sequence[str] = ()) -> dict[str, Row]:
-    """:data:`ROWS`, those of overlap ``modes``, and those that accept by a threshold where one is
-    given."""
+def rows_of(modes: Sequence[str] = ()) -> dict[str, Row]:
+    """:data:`ROWS`, and those of overlap ``modes``."""
     shapes = {"chain of 5": CHAIN, "tree of 16": TREE}
-    rows = ROWS | {
+    return ROWS | {
         f"greedy, {shape}, {mode}": Row(settings | {"overlap": mode}, GREEDY)
         for shape, settings in shapes.items()
         for mode in modes
-    }
-    if threshold is None:
-        return rows
-    return rows | {
-        f"temperature 1, {shape}, {LOSSY} {threshold:g}": Row(
-            settings | {"threshold_acc": threshold}, SAMPLED
-        )
-        for shape, settings in shapes.items()
     }
 
 
@@ -192,9 +179,7 @@ def document(number: int) -> str:
     return " ".join(lines)
 
 
-def checkpoints(
-    options: argparse.Namespace, weights: dict[str, str], console: Console | None = None
-) -> dict[str, str]:
+def checkpoints(options: argparse.Namespace, weights: dict[str, str]) -> dict[str, str]:
     """Drafter → folder of its checkpoint; what is padded is built where it is not there yet.
 
     Raises:
@@ -204,7 +189,7 @@ def checkpoints(
     if options.model in PRESETS:
         vocab = PRESETS[options.model][0].vocab
         assert vocab is not None
-        target, _ = padded_target(work_folder(options.work), console, vocab)
+        target, _ = padded_target(work_folder(options.work), vocab)
         found["draft_model"] = str(target)
     for text in options.checkpoint or ():
         name, sign, folder = text.partition("=")
@@ -246,18 +231,16 @@ def run_model(
     options = run.options
     common = {**SETTINGS, "max_running_requests": options.batch}
     target = {key: value for key, value in weights.items() if key != "draft"}
-    folders, skipped = checkpoints(options, weights, run.console), dict[str, str]()
+    folders, skipped = checkpoints(options, weights), dict[str, str]()
     names = [drafter for drafter in drafter_names() if drafter in (options.only or drafter_names())]
-    names += options.rows
-    rows = rows_of(options.threshold, options.modes)
+    rows = rows_of(options.modes)
     with (
         run.progress() as progress,
         Engine(**target, **common, algorithm="none") as plain,
     ):
         bar = progress.add_task(name, total=len(names) * len(rows) * len(work) * repetitions)
         for drafter in names:
-            own = [folders[member] for member in drafter.split(",") if member in folders]
-            draft = {"draft": own[0]} if own else {}
+            draft = {"draft": folders[drafter]} if drafter in folders else {}
             for row, how in rows.items():
                 progress.update(bar, description=f"{name}, {drafter}, {row}")
                 try:
@@ -332,14 +315,14 @@ def figures(samples: Sequence[dict[str, Any]], drafter: str) -> dict[str, Any]:
 
 
 def faults(models: dict[str, Any]) -> list[str]:
-    """Exact rows that did not keep the text, in float32, in words."""
+    """Rows that did not keep the text, in float32, in words."""
     return [
         f"{model}, {row}, {drafter}, {workload}: text is not that of plain decoding"
         for model, entry in models.items()
         for row, by_drafter in entry["rows"].items()
         for drafter, by_workload in by_drafter.items()
         for workload, found in by_workload.items()
-        if entry["dtype"] == "float32" and LOSSY not in row and found["same_text"] < 1
+        if entry["dtype"] == "float32" and found["same_text"] < 1
     ]
 
 
@@ -352,18 +335,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpoint", action="append", metavar="DRAFTER=DIR", help="a drafter's")
     parser.add_argument("--only", nargs="+", choices=drafter_names(), help="these drafters alone")
     parser.add_argument(
-        "--rows", nargs="+", default=(), metavar="A,B", help="drafters in a row too"
-    )
-    parser.add_argument("--threshold", type=float, help="also accept by this threshold (lossy)")
-    parser.add_argument(
         "--modes", nargs="+", choices=OVERLAP_MODES, default=(), help="also in these"
     )
     parser.add_argument("--batch", type=positive, default=1, help="requests at once (default 1)")
     parser.add_argument("--threads", type=positive, default=1, help="of a pass (default 1)")
-    options = parser.parse_args(arguments)
-    if options.threshold is not None and not 0 <= options.threshold < 1:
-        parser.error("--threshold must be at least 0 and below 1")
-    return options
+    return parser.parse_args(arguments)
 
 
 @command
@@ -372,7 +348,7 @@ def main(arguments: Sequence[str] | None) -> None:
     options = parse(arguments)
     run = Run("drafters", options, arguments)
     torch.set_num_threads(options.threads)
-    weights = model_settings(options, run.console)
+    weights = model_settings(options)
     config = EngineConfig.build(**weights)
     name = EMBEDDED_NAME if options.model is None else Path(options.model).name
     size = QUICK if options.quick else FULL if options.model is None else FULL_LARGE

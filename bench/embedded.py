@@ -1,19 +1,17 @@
 """What the embedded model can do: answers under a grammar by kind, and the head's accept length.
 
-``python -m bench.embedded [--cases N] [--data GSM8K.jsonl] [--algorithm NAME] [--card FILE]`` runs
+``python -m bench.embedded [--cases N] [--data GSM8K.jsonl] [--algorithm NAME]`` runs
 cases through the engine, greedily, with fillers that training never saw: extractions and tool calls
 in phrasings of the training families, in held-out ones and in such as were written when training
 had ended, extractions of texts made by grammar, and questions about a text; and a hundred sentences
 in ten domains that were written by hand (``bench/data/open.jsonl``). Exact: the parsed object is
 the answer; fields: share of top-level fields that are. Accept length: tokens a verify emitted, over
-verifies. ``--card`` writes the figures into the model's card, beside the aims.
+verifies.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,34 +38,6 @@ SAMPLE_QUESTIONS = [
     "A ticket costs $8. How much do 7 tickets cost?",
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
-SHAPES = {
-    "e-mail address": r"[^@ ]+@[^@ ]+",
-    "date": r"\d{4}-\d\d-\d\d",
-    "time": r"\d\d:\d\d",
-}
-BEGIN, END = "<!-- figures: written by bench.embedded -->", "<!-- end of figures -->"
-NAMES = {
-    "seen": "extraction, written phrasings",
-    "unseen": "extraction, held-out phrasings",
-    "fresh": "extraction, phrasings written afterwards",
-    "open": "extraction, 100 sentences of ten open domains",
-    "wide": "extraction, texts by grammar",
-    "seen_tools": "tool calls, written phrasings",
-    "unseen_tools": "tool calls, held-out phrasings",
-}
-# What is aimed at: title, path in the figures, least value.
-AIMS: tuple[tuple[str, tuple[str, ...], float], ...] = (
-    ("exact, written phrasings", ("seen", "exact"), 0.85),
-    ("fields, written phrasings", ("seen", "fields"), 0.95),
-    ("exact, held-out phrasings", ("unseen", "exact"), 0.60),
-    ("exact, open domains", ("open", "exact"), 0.60),
-    ("tool calls, written phrasings", ("seen_tools", "exact"), 0.90),
-    ("tool calls, held-out phrasings", ("unseen_tools", "exact"), 0.65),
-    ("questions about a text", ("choice", "exact"), 0.85),
-    ("accept length, chain of 5", ("seen", "accept_length"), 3.9),
-    ("accept length, GSM8K", ("gsm8k_accept_length",), 4.0),
-    ("valid JSON without a grammar", ("free", "json"), 0.98),
-)
 
 
 def open_cases() -> list[Case]:
@@ -90,40 +60,19 @@ def accept_length(outputs: Sequence[Output]) -> float:
     return sum(o.stats.verified_tokens for o in outputs) / max(verifies, 1)
 
 
-def shape_of(value: Any) -> str:
-    """What a value looks like, for figures by shape."""
-    if value is None or value in ("", []):
-        return "not stated"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "number"
-    if isinstance(value, (list, dict)):
-        return "array" if isinstance(value, list) else "object"
-    for shape, pattern in SHAPES.items():
-        if re.fullmatch(pattern, value):
-            return shape
-    return "lower-case words" if value == value.lower() else "name or code"
-
-
 def score(cases: Sequence[Case], outputs: Sequence[Output]) -> dict[str, Any]:
-    """Shares over cases: finished and valid, exact, of fields, and of fields by shape of value."""
+    """Shares over cases: finished and valid, exact, of fields."""
     exact = fields = total = done = 0
-    shapes: dict[str, list[bool]] = defaultdict(list)
     for case, output in zip(cases, outputs, strict=True):
         found = output.parsed if isinstance(output.parsed, dict) else {}
         done += output.finish_reason == "stop"
         exact += found == case.answer
         total += len(case.answer)
-        right = {key: found.get(key, ...) == value for key, value in case.answer.items()}
-        fields += sum(right.values())
-        for key, value in case.answer.items():
-            shapes[shape_of(value)].append(right[key])
+        fields += sum(found.get(key, ...) == value for key, value in case.answer.items())
     return {
         "finished": done / len(cases),
         "exact": exact / len(cases),
         "fields": fields / total,
-        "shapes": {name: sum(found) / len(found) for name, found in sorted(shapes.items())},
     }
 
 
@@ -163,21 +112,18 @@ def extractions(
     }
 
 
-def choices(run: Run, engine: Engine, draft: str, cases: Sequence[Choice]) -> dict[str, Any]:
+def choices(run: Run, engine: Engine, draft: str, cases: Sequence[Choice]) -> dict[str, float]:
     """Figures of questions about a text, each under its own list of answers."""
     outputs = engine.generate(
         [c.prompt for c in cases], [Grammar.choice(list(c.options)) for c in cases], GREEDY
     )
-    right: dict[str, list[bool]] = defaultdict(list)
     for case, output in zip(cases, outputs, strict=True):
-        kind = "yes or no" if set(case.options) <= {"yes", "no", "unknown"} else "a value"
-        right[kind].append(output.text == case.answer)
         run.sample(
             draft=draft, kind="choice", template=case.template_id, prompt=case.prompt,
             text=output.text, answer=case.answer,
         )  # fmt: skip
-    shares = {kind: sum(found) / len(found) for kind, found in sorted(right.items())}
-    return {"exact": sum(sum(found) for found in right.values()) / len(cases), "shapes": shares}
+    right = sum(o.text == case.answer for case, o in zip(cases, outputs, strict=True))
+    return {"exact": right / len(cases)}
 
 
 def free(engine: Engine, cases: Sequence[Case]) -> dict[str, float]:
@@ -192,65 +138,6 @@ def free(engine: Engine, cases: Sequence[Case]) -> dict[str, float]:
     return {"json": valid / len(cases), "accept_length": accept_length(outputs)}
 
 
-def card_figures(results: dict[str, Any], cases: int, command: str) -> str:
-    """The tables of one run as Markdown."""
-    chain, tree = results["chain of 5"], results["tree of 16, top-k 4"]
-    lines = [
-        f"`{command}`, greedy, {cases} cases a row, unseen fillers, the schema's grammar on:",
-        "",
-        "| | exact | fields | accept length, chain of 5 | tree of 16 |",
-        "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for kind, name in NAMES.items():
-        row = chain[kind]
-        wide = f"{tree[kind]['accept_length']:.2f}" if kind in tree else ""
-        lines.append(
-            f"| {name} | {row['exact']:.3f} | {row['fields']:.3f} | {row['accept_length']:.2f} "
-            f"| {wide} |"
-        )
-    lines += [
-        f"| yes/no and choice questions about a text | {chain['choice']['exact']:.3f} | | | |",
-        f"| GSM8K questions, no grammar | | | {chain['gsm8k_accept_length']:.2f} "
-        f"| {tree['gsm8k_accept_length']:.2f} |",
-        "",
-        f"Without a grammar {chain['free']['json']:.3f} of the answers are JSON objects (accept "
-        f"length {chain['free']['accept_length']:.2f}).",
-        "",
-        "Fields by the shape of the right value:",
-        "",
-        "| | written | held out | written afterwards | open domains |",
-        "|---|---|---|---|---|",
-    ]
-    parts = [chain[kind]["shapes"] for kind in ("seen", "unseen", "fresh", "open")]
-    for shape in sorted(set().union(*parts)):
-        texts = [f"{part[shape]:.2f}" if shape in part else "" for part in parts]
-        lines.append(f"| {shape} | {' | '.join(texts)} |")
-    lines += ["", "| aim | | reached | |", "|---|---|---|---|"]
-    for name, path, least in AIMS:
-        value: Any = chain
-        for key in path:
-            value = value[key]
-        lines.append(
-            f"| {name} | {least} | {value:.3f} | {'reached' if value >= least else 'missed'} |"
-        )
-    return "\n".join(lines)
-
-
-def write_card(path: Path, results: dict[str, Any], cases: int, command: str) -> None:
-    """Put a run's figures between the card's marks.
-
-    Raises:
-        ValueError: the card has no marks.
-    """
-    text = path.read_text("utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{path} has no place for figures: {BEGIN} … {END}")
-    figures = card_figures(results, cases, command)
-    path.write_text(f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}", "utf-8")
-
-
 @command
 def main(arguments: Sequence[str] | None) -> None:
     """Run all and print one record."""
@@ -259,12 +146,11 @@ def main(arguments: Sequence[str] | None) -> None:
     parser.add_argument("--data", type=Path, help="GSM8K test split, .jsonl")
     add_model_flags(parser)
     parser.add_argument("--algorithm", help="drafter, such as draft_model (default eagle3)")
-    parser.add_argument("--card", type=Path, help="model card to write the figures into")
     options = parser.parse_args(arguments)
     run = Run("embedded", options, arguments)
     count = 40 if options.quick else options.cases
     asked = questions(options.data, 16 if options.quick else 64)
-    weights = model_settings(options, run.console)
+    weights = model_settings(options)
     if options.algorithm is not None:
         weights["algorithm"] = options.algorithm
     results: dict[str, Any] = {}
@@ -291,8 +177,6 @@ def main(arguments: Sequence[str] | None) -> None:
                     figures["free"] = free(engine, held_out_cases(options.seed + 1, count, "seen"))
                     progress.advance(task)
             results[name] = figures
-    if options.card is not None:
-        write_card(options.card, results, count, run.head["command"])
     run.finish(1, cases=count, drafts=results)
 
 

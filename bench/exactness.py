@@ -27,9 +27,7 @@ from typing import Any
 
 from bench.common import Run, fail, flags
 from bench.maskbench import CLASSES, Result, compact, feed
-from bench.masks import tokens
-from bench.masks.order import Order
-from bench.masks.tokens import Tokens
+from bench.masks import VOCABULARY, Order, Tokens, padded_tokens
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler
 from overlap_spec.grammar.backends import load
@@ -118,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.data.is_dir():
         fail(f"--data {options.data} is no folder")
     run = Run("exactness", options, arguments)
-    chosen = tokens.read(None, None, options.seed)
+    chosen = padded_tokens(VOCABULARY, options.seed)
     counts: dict[str, dict[str, int]] = {}
     backend = load(options.backend)(chosen.vocabulary)
     with GrammarCompiler(backend, cache_bytes=0, isolated=False) as compiler:

@@ -101,10 +101,8 @@ def open_engines(
     """The engine with overlap and the one without; a single one for ``--overlap none``."""
     settings: dict[str, Any] = {
         "adaptive": "static",
-        "num_steps": options.num_steps,
-        "eagle_topk": options.eagle_topk,
+        "num_steps": 5,
         "max_running_requests": options.parallel,
-        "context_length": options.context_length,
         "mask_deadline_ms": None,
     }
     sides = {}
@@ -198,10 +196,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parallel", type=positive, help="requests at once; 64, or 4 with --quick")
     parser.add_argument("--max-new-tokens", type=positive, help="512, or 96 with --quick")
     parser.add_argument("--overlap", default="once-sync", choices=OVERLAP_MODES)
-    parser.add_argument("--num-steps", type=int, default=5, help="draft steps (default 5)")
-    parser.add_argument("--eagle-topk", type=int, default=1, help="branches of a draft step")
     add_model_flags(parser)
-    parser.add_argument("--context-length", type=int, help="longest prompt + output")
     options = parser.parse_args(arguments)
     quick = {"num_shots": 4, "num_questions": 16, "parallel": 4, "max_new_tokens": 96}
     full = {"num_shots": 8, "num_questions": None, "parallel": 64, "max_new_tokens": 512}
@@ -221,7 +216,7 @@ def main(arguments: Sequence[str] | None) -> None:
     count = options.num_questions or len(rows)
     tasks = make_tasks(rows, count, options)
     with ExitStack() as stack:
-        sides = open_engines(stack, options, model_settings(options, run.console))
+        sides = open_engines(stack, options, model_settings(options))
         wrong = list(ask_all(sides, tasks, rows, run))
     record = run.finish(
         len({sample["chunk"] for sample in run.samples}),

@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None) -> None:
     Random(options.seed).shuffle(samples)
     samples = samples[: options.rows]
     with ExitStack() as stack:
-        systems = open_engines(stack, options, model_settings(options, run.console))
+        systems = open_engines(stack, options, model_settings(options))
         common = set(compile_all(systems, samples, run))
         chosen = [sample for sample in samples if sample.id in common]
         if not chosen:

@@ -1,9 +1,9 @@
 """How many schemas a backend gets right, and how fast its masks are.
 
 ``python -m bench.maskbench [--data FILE.jsonl] [--backend auto|xgrammar|outlines|llguidance]
-[--tokenizer PATH] [--vocab N] [--limit N] [--in-process] [--quick] [--json PATH]`` compiles each
-schema and feeds each of its instances token by token, as compact JSON with its keys in schema
-order. A line of the file is ``{"id", "schema", "tests": [{"valid", "data"}]}``.
+[--vocab N] [--limit N] [--in-process] [--quick] [--json PATH]`` compiles each schema and feeds each
+of its instances token by token, as compact JSON with its keys in schema order. A line of the file
+is ``{"id", "schema", "tests": [{"valid", "data"}]}``.
 
 Each schema lands in exactly one class: ``clean`` (at least one instance, all right), ``untested``
 (compiles, no instance), ``refused``, ``over_constrained`` (a valid instance rejected),
@@ -12,7 +12,7 @@ Each schema lands in exactly one class: ``clean`` (at least one instance, all ri
 ``out_of_memory``.
 
 Fields of the last line, beside those of every record (``bench.common``): ``counts``, ``schemas``,
-``backend``, ``tokenizer``, ``vocabulary``, ``ttfm_ms`` (time to first mask: from the grammar's text
+``backend``, ``vocabulary``, ``ttfm_ms`` (time to first mask: from the grammar's text
 to the first row, compiling and its process included), ``tbm_us`` (time between masks: one accept
 and one fill), both with ``p50``, ``p90``, ``p99``, ``max`` and ``n``, ``routes`` (schemas by the
 backend that took them) and ``failures`` (what happened to each schema that is not clean).
@@ -30,9 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import Run, flags, percentile
-from bench.masks import schemas, tokens
-from bench.masks.order import Order
-from bench.masks.tokens import Tokens
+from bench.masks import VOCABULARY, Order, Tokens, add_flags, entries_of, padded_tokens
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler
 from overlap_spec.grammar.backends import load
@@ -144,14 +142,14 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
     parser = flags("maskbench", "what share of schemas is held exactly, and how fast masks are")
-    schemas.add_flags(parser)
+    add_flags(parser)
     parser.add_argument("--backend", default="auto", help="grammar backend (default auto)")
-    tokens.add_flags(parser)
+    parser.add_argument("--vocab", type=int, default=VOCABULARY, help="tokens (default 131072)")
     parser.add_argument("--in-process", action="store_true", help="compile here, without limits")
     options = parser.parse_args(arguments)
     run = Run("maskbench", options, arguments)
-    entries = schemas.entries_of(options, QUICK)
-    chosen = tokens.read(options.tokenizer, options.vocab, options.seed)
+    entries = entries_of(options, QUICK)
+    chosen = padded_tokens(options.vocab, options.seed)
     results: list[Result] = []
     backend = load(options.backend)(chosen.vocabulary)
     isolated = False if options.in_process else None
@@ -173,7 +171,6 @@ def main(arguments: list[str] | None = None) -> None:
         ttfm_ms=percentiles([r.ttfm_ms for r in results if r.ttfm_ms is not None]),
         tbm_us=percentiles([us for r in results for us in r.tbm_us]),
         backend=options.backend,
-        tokenizer=chosen.name,
         vocabulary=chosen.vocabulary.size,
         routes=dict(Counter(r.route for r in results if r.route)),
         failures=[

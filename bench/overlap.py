@@ -267,9 +267,9 @@ def main(arguments: Sequence[str] | None) -> None:
     size = chosen_size(options)
     run = Run("overlap", options, arguments)
     torch.set_num_threads(options.threads)
-    weights = model_settings(options, run.console)
+    weights = model_settings(options)
     if not weights:
-        target, head = padded_target(work_folder(options.work), run.console)
+        target, head = padded_target(work_folder(options.work))
         weights = {"model": str(target), "draft": str(head)}
     with ExitStack() as stack:
         modes = [m for m in MODES if m == "none" or m in (options.modes or MODES)]

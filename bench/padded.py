@@ -1,8 +1,7 @@
 """A checkpoint padded to the cost of a larger model, with the function of the small one.
 
-``python -m bench.padded --like 0.75b OUT`` writes ``OUT/target`` and ``OUT/eagle3``; a benchmark
-that is told ``--model 0.75b`` does so by itself. Why text and acceptance stay the same (d, eps:
-the source's hidden size and eps; D: ours):
+A benchmark that is told ``--model 0.75b`` makes it of the embedded model and its draft head. Why
+text and acceptance stay the same (d, eps: the source's hidden size and eps; D: ours):
 
 *Width.* What writes into the residual stream has zero rows for the D - d new channels, so these
 stay 0, and zero columns for new heads and inner channels, whose own weights are random. RMSNorm's
@@ -12,9 +11,8 @@ mean of squares shrinks by d / D exactly: norm weights are multiplied by sqrt(d 
 *Depth.* New layers follow the source's and add 0. Feature layers keep their numbers, which are
 written out where the source relies on the published rule.
 
-*Heads.* A new key-value head holds an old one with as many of its query heads as fit; where they
-do not all fit, a copy of it holds the rest. Heads keep their size, so that positions turn as they
-did.
+*Heads.* A new key-value head holds an old one with its query heads, which come first of those that
+read it. Heads keep their size, so that positions turn as they did.
 
 *Vocabulary.* One new channel is c = 2^-40 in every embedding. Nothing writes or reads it but the
 final norm, which makes it c * weight / rho = 1 / rho, rho = sqrt(mean + eps). Real rows of lm_head
@@ -33,26 +31,20 @@ A source is a Llama without biases or norms of queries and keys, and a head of i
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.common import command, positive
 from bench.padded_tokenizer import pad_tokenizer
-from overlap_spec.config import EMBEDDED
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.config import ModelConfig, read_config, read_json
 from overlap_spec.models.eagle3 import feature_layers, read_eagle3_config
@@ -127,27 +119,11 @@ def grow(old: ModelConfig, sizes: Sizes) -> ModelConfig:
             f"heads {new.num_heads} must be a multiple of kv_heads {new.num_kv_heads} and divide "
             f"hidden {hidden}"
         )
-    place_heads(old, new)
+    if new.num_kv_heads < old.num_kv_heads or (
+        new.num_heads // new.num_kv_heads < old.num_heads // old.num_kv_heads
+    ):
+        raise ConfigError(f"heads {new.num_heads} over {new.num_kv_heads} do not hold the source's")
     return new
-
-
-def place_heads(old: ModelConfig, new: ModelConfig) -> tuple[dict[int, int], dict[int, int]]:
-    """New query head → old one, new key-value head → old one; ConfigError if they do not fit."""
-    group, width = old.num_heads // old.num_kv_heads, new.num_heads // new.num_kv_heads
-    queries: dict[int, int] = {}
-    keys: dict[int, int] = {}
-    for kv in range(old.num_kv_heads):
-        for start in range(0, group, width):
-            slot = len(keys)
-            keys[slot] = kv
-            for i in range(start, min(start + width, group)):
-                queries[slot * width + i - start] = kv * group + i
-    if len(keys) > new.num_kv_heads:
-        raise ConfigError(
-            f"{old.num_heads} heads over {old.num_kv_heads} key-value heads need {len(keys)} of "
-            f"them in groups of {width}: kv_heads {new.num_kv_heads} is too few"
-        )
-    return queries, keys
 
 
 class Source:
@@ -205,29 +181,22 @@ def bounds(source: Source, config: ModelConfig) -> tuple[float, float]:
         inner = linear(f"{at}mlp.gate_proj", normed) * linear(f"{at}mlp.up_proj", normed)
         length += linear(f"{at}mlp.down_proj", inner)
     rho = math.sqrt(length**2 / config.hidden_size + config.rms_norm_eps)
-    head = source.get(head_name(source)).double()
+    head = source.get(_head(source)).double()
     row = max(float(head.norm(dim=1).max()), SPREAD * math.sqrt(config.hidden_size))
     return rho, row * top("model.norm.weight")
 
 
-def head_name(source: Source) -> str:
+def _head(source: Source) -> str:
     """The target's output matrix: its own, or the tied embedding."""
     return "lm_head.weight" if "lm_head.weight" in source.names else "model.embed_tokens.weight"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A tensor to be written: made only when its turn comes."""
+class Part(NamedTuple):
+    """A tensor to be written, of so many bytes: made only when its turn comes."""
 
     name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    bytes: int
     make: Callable[[], Tensor]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the tensor in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -260,11 +229,12 @@ class Padder:
     ) -> None:
         self.source, self.old, self.new, self.dtype, self.seed = source, old, new, dtype, seed
         self.shrink = math.sqrt(old.hidden_size / new.hidden_size)
-        queries, keys = place_heads(old, new)
         hidden = Axis.first(old.hidden_size, new.hidden_size)
-        query, key = (
-            self._heads(m, n) for m, n in ((queries, new.num_heads), (keys, new.num_kv_heads))
-        )
+        size, group = old.head_dim, new.num_heads // new.num_kv_heads
+        key = Axis.first(old.num_kv_heads * size, new.num_kv_heads * size)
+        # Of each key-value head's query heads the first ones are the source's.
+        own = Axis.first(old.num_heads // old.num_kv_heads * size, group * size, old.num_kv_heads)
+        query = Axis(new.num_heads * size, own.new, own.old)
         inner = Axis.first(old.intermediate_size, new.intermediate_size)
         vocab = Axis.first(old.vocab_size, new.vocab_size)
         self.axes: dict[str, tuple[Axis, ...]] = {
@@ -275,16 +245,6 @@ class Padder:
         }  # fmt: skip
         for norm in ("input_layernorm", "post_attention_layernorm", "hidden_norm", "norm"):
             self.axes[norm] = (hidden,)
-
-    def _heads(self, placed: dict[int, int], count: int) -> Axis:
-        """Rows of the new heads."""
-        size = self.old.head_dim
-        lane = torch.arange(size)
-        new, old = (
-            (torch.tensor(list(heads))[:, None] * size + lane).flatten()
-            for heads in (placed, placed.values())
-        )
-        return Axis(count * size, new, old)
 
     def part(
         self,
@@ -297,40 +257,30 @@ class Padder:
         if module not in self.axes or kind != "weight":
             raise CheckpointError(f"{self.source.path}: {name} is not a weight that can be padded")
         axes = self.axes[module]
+        shape = [axis.size for axis in axes]
         factor = self.shrink if source and len(axes) == 1 else 1.0
         exact = math.frexp(factor)[0] == 0.5
         dtype = self.dtype if exact else torch.float32
         silent = len(axes) < 2 or module in ("o_proj", "down_proj", "fc")
 
         def make() -> Tensor:
-            out = torch.zeros([axis.size for axis in axes], dtype=dtype)
+            out = torch.zeros(shape, dtype=dtype)
             if not silent:
                 digest = hashlib.sha256(f"{self.seed}:{name}".encode()).digest()
                 generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
                 out.uniform_(-SPREAD, SPREAD, generator=generator)
             if source is not None:
-                self._fill(out, module, axes, self.source.get(source), factor)
+                values = (self.source.get(source).double() * factor).to(dtype)
+                if len(axes) == 1:
+                    out[axes[0].new] = values[axes[0].old]
+                else:
+                    rows, columns = axes
+                    out[rows.new[:, None], columns.new] = values[rows.old[:, None], columns.old]
             if finish is not None:
                 finish(out)
             return out
 
-        return Part(name, tuple(axis.size for axis in axes), dtype, make)
-
-    def _fill(
-        self, out: Tensor, module: str, axes: Sequence[Axis], values: Tensor, factor: float
-    ) -> None:
-        """Write the source's ``values``, scaled, into ``out``."""
-        expected = [len(axis.old.unique()) for axis in axes]
-        if list(values.shape) != expected:
-            raise CheckpointError(
-                f"{self.source.path}: a {module} has shape {list(values.shape)}, not {expected}"
-            )
-        scaled = (values.double() * factor).to(out.dtype)
-        if len(axes) == 1:
-            out[axes[0].new] = scaled[axes[0].old]
-        else:
-            rows, columns = axes
-            out[rows.new[:, None], columns.new] = scaled[rows.old[:, None], columns.old]
+        return Part(name, math.prod(shape) * dtype.itemsize, make)
 
 
 def target_parts(padder: Padder) -> list[Part]:
@@ -366,10 +316,7 @@ def target_parts(padder: Padder) -> list[Part]:
                 busy = (lambda weight: weight.fill_(1)) if leaf.endswith("norm.weight") else None
                 parts.append(padder.part(name, None, busy))
     parts.append(padder.part("model.norm.weight", "model.norm.weight", read))
-    parts.append(padder.part("lm_head.weight", head_name(source), mute))
-    strange = set(source.names) - {part.name for part in parts}
-    if strange:
-        raise CheckpointError(f"{source.path}: weights that no layer takes: {sorted(strange)[:5]}")
+    parts.append(padder.part("lm_head.weight", _head(source), mute))
     return parts
 
 
@@ -389,20 +336,16 @@ def draft_parts(padder: Padder, draft_vocab: int) -> list[Part]:
     parts = []
     for name in source.names:
         if name == "d2t":
-            parts.append(Part(name, (draft_vocab,), torch.int64, lambda: source.get("d2t").long()))
+            parts.append(Part(name, 8 * draft_vocab, lambda: source.get("d2t").long()))
         elif name == "t2d":
-            parts.append(Part(name, (new.vocab_size,), torch.bool, reachable))
+            parts.append(Part(name, new.vocab_size, reachable))
         else:
             parts.append(padder.part(name, name))
     return parts
 
 
-def write_parts(parts: Sequence[Part], folder: Path, step: Callable[[int], None]) -> None:
-    """Write safetensors shards of at most 2 GiB (or one tensor), a shard in memory at a time.
-
-    Args:
-        step: Called with the bytes of each tensor that was made.
-    """
+def write_parts(parts: Sequence[Part], folder: Path) -> None:
+    """Write safetensors shards of at most 2 GiB (or one tensor), a shard in memory at a time."""
     shards: list[list[Part]] = [[]]
     for part in parts:
         if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > SHARD_BYTES:
@@ -412,11 +355,8 @@ def write_parts(parts: Sequence[Part], folder: Path, step: Callable[[int], None]
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         name = name if len(shards) > 1 else "model.safetensors"
-        made = {}
-        for part in shard:
-            made[part.name], where[part.name] = part.make(), name
-            step(part.bytes)
-        save_file(made, folder / name, {"format": "pt"})
+        where |= dict.fromkeys([part.name for part in shard], name)
+        save_file({part.name: part.make() for part in shard}, folder / name, {"format": "pt"})
     if len(shards) > 1:
         total = sum(part.bytes for part in parts)
         index = {"metadata": {"total_size": total}, "weight_map": where}
@@ -438,110 +378,41 @@ def config_fields(old: ModelConfig, new: ModelConfig) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Job:
-    """A checkpoint to be written: its tensors and its config."""
-
-    folder: Path
-    parts: list[Part]
-    config: dict[str, Any]
-
-
-def target_job(source: Path, sizes: Sizes, seed: int, out: Path) -> Job:
-    """The padded target."""
-    tensors, old = Source(source), read_config(source)
-    new = grow(old, sizes)
-    dtype = tensors.get("model.embed_tokens.weight").dtype
-    parts = target_parts(Padder(tensors, old, new, dtype, seed))
-    return Job(out, parts, read_json(source / "config.json") | config_fields(old, new))
-
-
-def draft_job(draft: Path, source: Path, sizes: Sizes, seed: int, out: Path) -> Job:
-    """The padded draft head of ``source``, which grows as the target does."""
-    tensors, config, target = Source(draft), read_eagle3_config(draft), read_config(source)
-    old, grown = config.layer, grow(target, sizes)
-    same = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-    )
-    if any(getattr(old, name) != getattr(target, name) for name in same):
-        raise CheckpointError(f"{draft} is no draft head of {source}: other sizes")
-    new = replace(old, **{name: getattr(grown, name) for name in same})
-    padder = Padder(tensors, old, new, tensors.get("fc.weight").dtype, seed + 1)
-    fields = config_fields(old, new) | {
-        "draft_vocab_size": config.draft_vocab_size,
-        "target_hidden_size": grown.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": [i - 1 for i in feature_layers(config, target)],
-    }
-    parts = draft_parts(padder, config.draft_vocab_size)
-    return Job(out, parts, read_json(draft / "config.json") | fields)
-
-
-def pad(
-    source: Path,
-    draft: Path | None,
-    out: Path,
-    sizes: Sizes,
-    seed: int = 0,
-    console: Console | None = None,
-) -> dict[str, Any]:
+def pad(source: Path, draft: Path | None, out: Path, sizes: Sizes, seed: int = 0) -> None:
     """Write ``out/target`` and, where there is a ``draft``, ``out/eagle3``, in the source's type.
 
     Args:
         source, draft: Folders of a target and its EAGLE-3 head.
         sizes: What to grow.
         seed: Of random weights and token texts; the same seed writes the same bytes.
-        console: Where progress is shown; standard error if None.
-
-    Returns:
-        Figures: parameters and bytes of each checkpoint, seconds.
 
     Raises:
-        ConfigError: sizes that cannot be, or a folder in ``out`` that holds a checkpoint.
+        ConfigError: sizes that cannot be.
         CheckpointError: a source that cannot be padded exactly.
     """
-    began = time.perf_counter()
-    jobs = [target_job(source, sizes, seed, out / "target")]
-    if draft is not None:
-        jobs.append(draft_job(draft, source, sizes, seed, out / "eagle3"))
-    for job in jobs:
-        if (job.folder / "config.json").exists():
-            raise ConfigError(f"{job.folder} holds a checkpoint already: choose another folder")
-        job.folder.mkdir(parents=True, exist_ok=True)
-    old, new = read_config(source).vocab_size, jobs[0].config["vocab_size"]
-    pad_tokenizer(source, jobs[0].folder, old, new, seed)
-    figures: dict[str, Any] = {}
-    with Progress(console=console or Console(stderr=True)) as progress:
-        for job in jobs:
-            size = sum(part.bytes for part in job.parts)
-            task = progress.add_task(job.folder.name, total=size)
-            write_parts(job.parts, job.folder, lambda n, t=task: progress.advance(t, n))  # type: ignore[misc]
-            # Last, so that a folder which was not finished is no checkpoint.
-            (job.folder / "config.json").write_text(json.dumps(job.config, indent=2) + "\n")
-            count = sum(math.prod(part.shape) for part in job.parts)
-            figures[job.folder.name] = {"parameters": count, "bytes": size}
-    return figures | {"seconds": round(time.perf_counter() - began, 2)}
+    weights, old = Source(source), read_config(source)
+    new = grow(old, sizes)
+    dtype = weights.get("model.embed_tokens.weight").dtype
+    fields = read_json(source / "config.json") | config_fields(old, new)
+    parts = target_parts(Padder(weights, old, new, dtype, seed))
+    _write(out / "target", parts, fields)
+    pad_tokenizer(source, out / "target", old.vocab_size, new.vocab_size, seed)
+    if draft is None:
+        return
+    head, weights = read_eagle3_config(draft), Source(draft)
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
+    layer = replace(head.layer, **{name: getattr(new, name) for name in same})
+    fields = read_json(draft / "config.json") | config_fields(head.layer, layer)
+    fields |= {
+        "draft_vocab_size": head.draft_vocab_size,
+        "target_hidden_size": new.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": [i - 1 for i in feature_layers(head, old)],
+    }
+    padder = Padder(weights, head.layer, layer, weights.get("fc.weight").dtype, seed + 1)
+    _write(out / "eagle3", draft_parts(padder, head.draft_vocab_size), fields)
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; ends in one JSON line of figures."""
-    parser = argparse.ArgumentParser(prog="python -m bench.padded")
-    parser.add_argument("out", type=Path, help="folder for target/ and eagle3/")
-    parser.add_argument("--like", choices=sorted(PRESETS), help="sizes of a known model")
-    for name in asdict(Sizes()):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=positive)
-    options = parser.parse_args(arguments)
-    source = EMBEDDED / "target"
-    sizes = like(options.like, read_config(source)) if options.like else Sizes()
-    given = {name: getattr(options, name) for name in asdict(sizes)}
-    sizes = replace(sizes, **{name: size for name, size in given.items() if size is not None})
-    print(json.dumps(pad(source, EMBEDDED / "eagle3", options.out, sizes)))
-
-
-if __name__ == "__main__":
-    main()
+def _write(folder: Path, parts: Sequence[Part], fields: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_parts(parts, folder)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")

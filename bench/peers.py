@@ -17,7 +17,7 @@ streams and its grammar lane are threads beside them, as always.
 
 - ``overlap-spec``: the engine at its defaults; ``overlap-spec plain``: without drafts;
   ``by hand: …``: with the settings of ``--by-hand NAME=VALUE,…``, given once or more.
-- ``transformers + xgrammar``, ``transformers assisted``: see ``how`` in the record.
+- ``transformers + xgrammar``: see ``how`` in the record.
 - ``vllm …``, ``llama-server …``: their own servers, which the run starts and ends, plain and with
   an EAGLE-3 chain of 5 (llama.cpp's also in Q8_0 and Q4_K_M): see ``bench.backends.launched``. They
   are looked for on PATH; ``--peer vllm=PYTHON`` and ``--peer llama-server=PROGRAM`` say where.
@@ -48,7 +48,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -78,12 +78,7 @@ LARGE_BY_HAND = "adaptive=static,eagle_topk=4,num_draft_tokens=16"
 BATCHES = (1, 16)
 # Requests that are measured right after the start.
 FIRST = 3
-LOCAL: dict[str, Callable[[hf.Checkpoint], hf.XGrammarSystem]] = {
-    "transformers + xgrammar": hf.XGrammarSystem,
-    "transformers assisted": hf.AssistedSystem,
-}
-# Whose steps are compiled, which pays on a GPU alone.
-STATIC = "transformers + xgrammar, static cache"
+LOCAL = "transformers + xgrammar"
 SERVERS = ("sglang",)
 PACKAGES = ("transformers", "sglang", "gguf")
 
@@ -95,11 +90,11 @@ def make_tasks(options: argparse.Namespace) -> list[Task]:
 
 
 def open_systems(
-    stack: ExitStack, options: argparse.Namespace, tasks: Sequence[Task], run: Run
+    stack: ExitStack, options: argparse.Namespace, tasks: Sequence[Task]
 ) -> tuple[dict[str, System], dict[str, str], torch.dtype]:
     """All systems that are here, why the others are not, and the type that all compute in."""
     settings: dict[str, Any] = {
-        **model_settings(options, run.console),
+        **model_settings(options),
         "max_running_requests": max(options.batches),
         "prefix_cache": False,
         "mask_deadline_ms": None,
@@ -124,18 +119,14 @@ def open_systems(
     def encode(task: Task) -> list[int]:
         return ours.engine.input_processor.prompt_ids(task.prompt, task.raw)
 
-    checkpoint: hf.Checkpoint | None = None
-    device = pick_device(config.device).type
-    local = LOCAL | ({STATIC: hf.StaticSystem} if device == "cuda" else {})
-    for name, make in local.items():
-        if name in options.without:
-            missing[name] = "left out by --without"
-            continue
+    if LOCAL in options.without:
+        missing[LOCAL] = "left out by --without"
+    else:
         try:
-            checkpoint = checkpoint or hf.Checkpoint(config.target_path, encode, dtype, device)
-            systems[name] = make(checkpoint)
+            device = pick_device(config.device).type
+            systems[LOCAL] = hf.XGrammarSystem(config.target_path, encode, dtype, device)
         except ImportError as error:
-            missing[name] = f"not installed: {error}"
+            missing[LOCAL] = f"not installed: {error}"
     given = dict(named_server(text) for text in options.server or ())
     for name, url in given.items():
         systems[name] = ServerSystem(url, None, os.environ.get("OPENAI_API_KEY"))
@@ -367,7 +358,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         default=[],
         metavar="NAME",
-        help=f"leave one out: {', '.join((*LOCAL, *PEERS))}, or one of a peer's rows; "
+        help=f"leave one out: {', '.join((LOCAL, *PEERS))}, or one of a peer's rows; "
         "may be given again",
     )
     parser.add_argument("--repetitions", type=positive, help="9, or 3 with --quick")
@@ -395,7 +386,7 @@ def main(arguments: Sequence[str] | None) -> None:
     torch.set_num_threads(options.threads)
     tasks = make_tasks(options)
     with ExitStack() as stack:
-        systems, missing, dtype = open_systems(stack, options, tasks, run)
+        systems, missing, dtype = open_systems(stack, options, tasks)
         compile_all(systems, tasks, run)
         ask_all(systems, tasks, run)
         how = {name: system.how for name, system in systems.items()}

@@ -1,16 +1,16 @@
 """Records as tables: on a terminal, and of all records of a folder as one HTML page.
 
 ``python -m bench.report FOLDER [--out FILE.html]`` reads every ``*.json`` record of the folder and
-writes ``report.html`` there. Nothing in the page is loaded from elsewhere.
+writes ``report.html`` there, as ``rich`` shows it. Nothing in it is loaded from elsewhere.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,16 +27,6 @@ HEAD = frozenset(
     ("bench", "date", "command", "quick", "seed", "machine", "versions", "commit", "repetitions",
      "samples")
 )  # fmt: skip
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
-h2 { margin-top: 2.6rem; border-bottom: 1px solid #ddd }
-table { border-collapse: collapse; margin: .6rem 0 1rem; font-size: 14px; display: block;
-  overflow-x: auto }
-th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #eee }
-th:first-child, td:first-child { text-align: left }
-td { white-space: nowrap } th { background: #f6f7f9 }
-.meta { color: #5f6368; font-size: 13px } code { background: #f6f7f9; padding: 0 .2rem }
-"""
 ABOUT = """Every number here was measured by the command above its section, on the machine named
 there. Things that are compared took turns within one run, and ratios are of neighbours in time:
 their median, with least and most; of times the median, with p90 and p99. Times are in the unit that
@@ -102,9 +92,9 @@ def _turned(table: Table) -> Table:
     return Table(heads, rows)
 
 
-def tell(record: Mapping[str, Any]) -> None:
-    """Show a record on standard error."""
-    console = Console(stderr=True, width=TERMINAL_WIDTH)
+def tell(record: Mapping[str, Any], console: Console | None = None) -> None:
+    """Show a record, on standard error if nowhere else."""
+    console = console or Console(stderr=True, width=TERMINAL_WIDTH)
     for heads, rows in tables(record):
         shown = rich_table.Table(*heads)
         for row in rows:
@@ -130,36 +120,23 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return [record for _, record in sorted(found, key=lambda entry: entry[0])]
 
 
-def _section(number: int, record: Mapping[str, Any]) -> Iterator[str]:
-    machine = record["machine"]
-    versions = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if v)
-    on = (
-        f"{record['date']} · {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} "
-        f"GiB, device {machine['device']}, load before the run {machine['load_1m']} · commit "
-        f"{record['commit'] or 'unknown'} · {versions} · repetitions {record['repetitions']}"
-    )
-    yield f'<h2 id="bench-{number}">{escape(record["bench"])}</h2>'
-    yield f'<p class="meta"><code>{escape(record["command"])}</code><br>{escape(on)}</p>'
-    for heads, rows in tables(record):
-        yield f"<table><tr>{''.join(f'<th>{escape(head)}</th>' for head in heads)}</tr>"
-        for row in rows:
-            yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        yield "</table>"
-
-
 def render(folder: Path) -> str:
     """The page, as text; ConfigError as :func:`read_records`."""
-    records = read_records(folder)
-    links = (f'<a href="#bench-{n}">{escape(r["bench"])}</a>' for n, r in enumerate(records))
-    return "\n".join(
-        (
-            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-            f"<title>overlap-spec: benchmarks</title><style>{STYLE}</style></head><body>",
-            f"<h1>overlap-spec: benchmarks</h1><p>{ABOUT}</p><p>{' · '.join(links)}</p>",
-            *(line for number, record in enumerate(records) for line in _section(number, record)),
-            "</body></html>\n",
-        )
-    )
+    console = Console(record=True, width=TERMINAL_WIDTH, file=io.StringIO())
+    console.print(ABOUT)
+    for record in read_records(folder):
+        machine, versions = record["machine"], record["versions"]
+        told = (
+            record["command"], record["date"], f"{machine['cpu']}, {machine['cores']} cores",
+            f"{machine['memory_gib']} GiB", f"device {machine['device']}",
+            f"load before the run {machine['load_1m']}", f"commit {record['commit'] or 'unknown'}",
+            ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+            f"repetitions {record['repetitions']}",
+        )  # fmt: skip
+        console.rule(record["bench"])
+        console.print(" · ".join(told), markup=False, highlight=False)
+        tell(record, console)
+    return console.export_html()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -21,7 +21,6 @@ Fields of the last line, beside those of every record (``bench.common``):
         it and without its waits.
     under_grammar: Device → batch → ``once-sync``'s tokens/s with JSON over those without; and the
         same at one accept length, ``at_equal_length``: what a grammar costs.
-    tests: Seconds of the three grammar tests of the design note by mode, on the first device.
     hit_rate: See above.
 """
 
@@ -39,16 +38,16 @@ from unittest.mock import patch
 
 from bench.common import Run, command, fail, flags, median, positive, sizes
 from bench.device_model import DEVICES, Device, Oracle, TablePhases, TableStreams
-from bench.measure import GREEDY, measure, since
+from bench.measure import GREEDY, since
 from bench.overlap import MODES, SETTINGS, accepts
 from bench.targets import padded_target, work_folder
-from bench.workloads import Ask, choose_samples, free_asks, json_asks, mixed_asks, read_samples
+from bench.workloads import Ask, choose_samples, free_asks, json_asks, read_samples
 from overlap_spec.engine import Engine, build
 from overlap_spec.errors import RequestFailed
 
 HIT_RATE = 0.738
 MOST_RUNNING = 64
-TEXTS, MOST_TOKENS, SHORT_TOKENS, LEAST_TOKENS = 32, 128, 32, 48
+TEXTS, MOST_TOKENS, LEAST_TOKENS = 32, 128, 48
 Window = dict[str, float]
 
 
@@ -113,12 +112,6 @@ class Simulated:
             self.grammar_ns[0] += took
 
         return run
-
-    def seconds(self, asks: Sequence[Ask]) -> float:
-        """From the first request to the last one's end, by the simulated clock."""
-        start = self.streams.clock.now()
-        measure(self.engine, asks)
-        return (self.streams.clock.now() - start) / 1e9
 
 
 @contextmanager
@@ -210,12 +203,7 @@ def windows_of(side: Simulated, asks: Sequence[Ask], batch: int, most: int) -> l
 def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The record's own fields, made of the samples alone."""
     grouped: dict[str, Any] = {}
-    tests: dict[str, Any] = {}
     for sample in samples:
-        if "test" in sample:
-            by_mode = tests.setdefault(sample["test"], {})
-            by_mode.setdefault(sample["mode"], []).append(sample["seconds"])
-            continue
         place = grouped
         for name in ("device", "kind", "batch"):
             place = place.setdefault(str(sample[name]), {})
@@ -237,11 +225,7 @@ def summary(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         }
         for device, kinds in devices.items()
     }
-    seconds = {
-        name: {mode: median(took) for mode, took in by_mode.items()}
-        for name, by_mode in tests.items()
-    }
-    return {"devices": devices, "under_grammar": under, "tests": seconds}
+    return {"devices": devices, "under_grammar": under}
 
 
 def _ratio(over: Mapping[str, Any], under: Mapping[str, Any], name: str) -> float:
@@ -271,7 +255,7 @@ def main(arguments: Sequence[str] | None) -> None:
     if options.quick:
         options.repetitions, options.batches = 1, options.batches[:2]
     run = Run("simulated_device", options, arguments)
-    target, head = padded_target(work_folder(options.work), run.console)
+    target, head = padded_target(work_folder(options.work))
     with ExitStack() as stack:
         measure_all(stack, {"model": str(target), "draft": str(head)}, options, run)
     run.finish(options.repetitions, **summary(run.samples), hit_rate=HIT_RATE)
@@ -294,18 +278,13 @@ def measure_all(
     rows = read_samples(options.data)
     samples = choose_samples(rows, 16, options.seed, lambda grammar: accepts(engine, grammar))
     json, free = json_asks(samples, TEXTS, MOST_TOKENS), free_asks(TEXTS, MOST_TOKENS)
-    tests = {
-        "JSON generate": json_asks(samples, 4, MOST_TOKENS),
-        "JSON OpenAI": json_asks(samples, 4, SHORT_TOKENS, chat=True),
-        "mixed concurrent": mixed_asks(samples, 8, SHORT_TOKENS),
-    }
-    oracle.tell(said([*json, *(a for asks in tests.values() for a in asks if a.grammar)]))
-    oracle.tell(texts_of([*free, *tests["mixed concurrent"]], engine, options.seed), keep=True)
+    oracle.tell(said(json))
+    oracle.tell(texts_of(free, engine, options.seed), keep=True)
     long = [ask for ask in json if len(oracle.text(prompt_ids(engine, ask))) >= LEAST_TOKENS]
     work = {"json": long, "free": free}
     total = len(options.devices) * len(work) * len(options.batches) * options.repetitions
     with run.progress() as progress:
-        task = progress.add_task("warm-up", total=(total + options.repetitions) * len(MODES))
+        task = progress.add_task("warm-up", total=total * len(MODES))
         for side in sides.values():
             side.run(json[:16])
         for repetition in range(options.repetitions):
@@ -322,12 +301,6 @@ def measure_all(
                             told = {"device": device, "kind": kind, "batch": batch, "mode": mode}
                             run.sample(**told, repetition=repetition, **found)
                             progress.advance(task)
-            for mode in modes:
-                sides[mode].streams.device = first
-                for name, asks in tests.items():
-                    took = sides[mode].seconds(asks)
-                    run.sample(test=name, mode=mode, repetition=repetition, seconds=took)
-                progress.advance(task)
 
 
 def prompt_ids(engine: Engine, ask: Ask) -> tuple[int, ...]:

@@ -29,7 +29,6 @@ from random import Random
 from typing import Any
 
 from bench.common import Run, flags, mean
-from bench.simulated import MACHINES as FORMULAS
 from overlap_spec.engine.cost_model import fit_times, tier_points
 from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
 from overlap_spec.speculation.policy import (
@@ -51,6 +50,27 @@ VERIFIES, QUICK_VERIFIES = 300, 120
 LIFE, EASE, OWN, MEASURED, POINTS = (20, 80), 0.3, 0.04, 0.03, 10
 # Chance that one step takes four times as long.
 OUTLIER = 0.01
+
+
+# In milliseconds: a 0.75B model on two CPU cores; an 8B model in bfloat16 with an EAGLE-3 head on
+# an A100 and on an H100, which leave the memory-bound regime near 150 and 300 rows.
+FORMULAS: dict[str, CostModel] = {
+    "cpu": CostModel(
+        verify=52.0, verify_node=0.9, verify_context=2e-3,
+        draft=3.0, draft_branch=0.35, draft_context=2e-4,
+        knee_nodes=16, knee_node=2.6,
+    ),
+    "a100": CostModel(
+        verify=10.5, verify_node=0.006, verify_context=9e-5,
+        draft=0.55, draft_branch=0.0006, draft_context=3e-6,
+        knee_nodes=150, knee_node=0.055,
+    ),
+    "h100": CostModel(
+        verify=6.0, verify_node=0.003, verify_context=5e-5,
+        draft=0.4, draft_branch=0.0003, draft_context=2e-6,
+        knee_nodes=300, knee_node=0.022,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import shutil
+import sys
 import tempfile
 from pathlib import Path
-
-from rich.console import Console
 
 from bench.padded import PRESETS, Sizes, like, pad
 from overlap_spec.config import EMBEDDED
@@ -41,7 +40,7 @@ def add_model_flags(parser: argparse.ArgumentParser, absent: str = "the embedded
     parser.add_argument("--work", type=Path, help="folder that keeps the padded models")
 
 
-def model_settings(options: argparse.Namespace, console: Console | None = None) -> dict[str, str]:
+def model_settings(options: argparse.Namespace) -> dict[str, str]:
     """The engine settings ``model`` and ``draft`` of :func:`add_model_flags`; a named model is
     built where it is not there yet.
 
@@ -54,7 +53,7 @@ def model_settings(options: argparse.Namespace, console: Console | None = None) 
         if draft is not None:
             raise ConfigError(f"--model {model} brings its own draft head: leave --draft out")
         sizes = like(model, read_config(EMBEDDED / "target"))
-        target, head = build_once(work_folder(options.work), model, sizes, console)
+        target, head = build_once(work_folder(options.work), model, sizes)
         return {"model": str(target), "draft": str(head)}
     if (model is None) != (draft is None):
         raise ConfigError("--model and --draft go together")
@@ -65,17 +64,13 @@ def model_settings(options: argparse.Namespace, console: Console | None = None) 
     return {"model": model, "draft": str(draft)}
 
 
-def padded_target(
-    work: Path, console: Console | None = None, vocab: int = VOCABULARY
-) -> tuple[Path, Path]:
+def padded_target(work: Path, vocab: int = VOCABULARY) -> tuple[Path, Path]:
     """Folders of the embedded model with a vocabulary of ``vocab`` entries (about 150 MB), and of
     its draft head; see :func:`build_once`."""
-    return build_once(work, str(vocab), Sizes(vocab=vocab), console)
+    return build_once(work, str(vocab), Sizes(vocab=vocab))
 
 
-def build_once(
-    work: Path, name: str, sizes: Sizes, console: Console | None = None
-) -> tuple[Path, Path]:
+def build_once(work: Path, name: str, sizes: Sizes) -> tuple[Path, Path]:
     """Folders of the padded embedded model and its draft head (``0.75b``: 1.5 GB).
 
     They are built anew when the embedded model or the rules of padding have changed.
@@ -83,14 +78,14 @@ def build_once(
     Args:
         work: Folder that keeps them.
         name: Of these sizes.
-        console: Where progress is shown.
     """
     folder = work / f"padded-{name}-{_fingerprint()}"
     if not folder.exists():
         work.mkdir(parents=True, exist_ok=True)
+        print(f"writing {folder}", file=sys.stderr)
         fresh = Path(tempfile.mkdtemp(prefix="unfinished-", dir=work))
         try:
-            pad(EMBEDDED / "target", EMBEDDED / "eagle3", fresh, sizes, console=console)
+            pad(EMBEDDED / "target", EMBEDDED / "eagle3", fresh, sizes)
             # Renamed when it is whole, so that a run that was stopped leaves no half of one.
             if not folder.exists():
                 fresh.rename(folder)

@@ -1,11 +1,10 @@
-"""Draft lengths under arrivals as they are in production, on machines that are formulas.
+"""Draft lengths under arrivals as they are in production, on a machine that is a formula.
 
-``python -m bench.traces [--quick] [--json PATH] [--seed S] [--mooncake FILE]`` plays traces against
-each policy on simulated machines (the model pairs and GPUs of AdaSpec, SoCC 2025, by their
-bandwidth and knee, not measured): ``bursty`` and ``periodic`` arrivals that are generated, and with
-``--mooncake`` the arrivals of a Mooncake trace (JSON lines with ``timestamp`` in milliseconds).
-Prompts and outputs have the lengths of the paper's mix, and each request its own acceptance; a
-draft of confidence c is accepted with probability c. No model runs.
+``python -m bench.traces [--quick] [--json PATH] [--seed S]`` plays ``bursty`` and ``periodic``
+arrivals against each policy on a simulated machine (a 7B model with a draft model of 68M on an A100
+as in AdaSpec, SoCC 2025, by its bandwidth and knee, not measured). Prompts and outputs have the
+lengths of the paper's mix, and each request its own acceptance; a draft of confidence c is accepted
+with probability c. No model runs.
 
 ``adaspec``, ``adaspec-minus`` (without Algorithm 2) and ``threshold`` stop their drafts within a
 step, by what the engine asks on a CPU. ``adaspec planned`` is AdaSpec as the engine has it on a
@@ -15,33 +14,32 @@ GPU: length and verified rows are planned from each request's mean confidence.
 over one length for all.
 
 Fields of the last line, beside those of every record (``bench.common``):
-    cells: For each ``machine`` and ``trace``: ``requests``, ``batch`` (mean, without drafts),
-        ``slo_ms`` (P90 of TPOT without drafts) and ``policies``: name → ``speedup`` (of mean
-        end-to-end latency over no drafts), ``attainment`` (share of requests that keep 0.8, 1.0 and
-        1.2 of ``slo_ms``; policies that take a target are run once for each), ``draft_tokens``
-        (verified, of a verify), ``accepted`` (of a verify), ``acceptance``.
+    cells: For each ``trace``: ``requests``, ``batch`` (mean, without drafts), ``slo_ms`` (P90 of
+        TPOT without drafts) and ``policies``: name → ``speedup`` (of mean end-to-end latency over
+        no drafts), ``attainment`` (share of requests that keep ``slo_ms``, the target of policies
+        that take one), ``draft_tokens`` (verified, of a verify), ``accepted`` (of a verify),
+        ``acceptance``.
     ranges: What of AdaSpec's paper has a figure → ``paper`` and ``ours``: least and most, ours over
         the cells.
-    row_costs: For each ``row_ms`` of a verified row, on the A100 under ``bursty``, without targets:
+    row_costs: For each ``row_ms`` of a verified row, under ``bursty``, without targets:
         ``best_static``, ``speedup`` of each policy.
     auto_over_adaspec, planned_over_adaspec: Least and most over the cells: speedup over AdaSpec's.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, product
-from pathlib import Path
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import pad
 
 from bench.common import Run, command, flags, mean, percentile
-from bench.simulated import rates_of, stopped_steps, verified_lengths
 from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
 from overlap_spec.speculation.policy import (
     LengthPolicy,
@@ -52,27 +50,14 @@ from overlap_spec.speculation.policy import (
     static_tier,
 )
 from overlap_spec.speculation.presets import load_policy
-from overlap_spec.tiers import Budget, Tier
+from overlap_spec.tiers import Budget, DraftStop, Tier
+from overlap_spec.worker.draft_stop import kept, stops
 
-# Target and draft model, and GPUs: weights over bandwidth, and rows from which on compute counts.
-MACHINES: dict[str, CostModel] = {
-    "7B, 68M, L40": CostModel(
-        verify=18.0, verify_node=0.01, verify_context=7e-4, draft=1.1, draft_branch=0.002,
-        draft_context=2e-5, knee_nodes=110, knee_node=0.12, prefill=1.0, prefill_token=0.09,
-    ),
-    "7B, 68M, A100": CostModel(
-        verify=11.0, verify_node=0.006, verify_context=4e-4, draft=1.0, draft_branch=0.001,
-        draft_context=1e-5, knee_nodes=150, knee_node=0.06, prefill=1.0, prefill_token=0.05,
-    ),
-    "33B, 160M, 4xA100": CostModel(
-        verify=19.0, verify_node=0.02, verify_context=3e-4, draft=1.5, draft_branch=0.002,
-        draft_context=1e-5, knee_nodes=130, knee_node=0.09, prefill=1.5, prefill_token=0.08,
-    ),
-    "70B, 1B, 8xA100": CostModel(
-        verify=24.0, verify_node=0.03, verify_context=2e-4, draft=3.2, draft_branch=0.004,
-        draft_context=2e-5, knee_nodes=120, knee_node=0.1, prefill=2.0, prefill_token=0.1,
-    ),
-}  # fmt: skip
+A100 = CostModel(
+    verify=11.0, verify_node=0.006, verify_context=4e-4, draft=1.0, draft_branch=0.001,
+    draft_context=1e-5, knee_nodes=150, knee_node=0.06, prefill=1.0, prefill_token=0.05,
+)  # fmt: skip
+TRACES = ("bursty", "periodic")
 STATIC = {f"static {n}": ("static", n) for n in (1, 3, 5)}
 POLICIES = {
     "off": ("off", 5), **STATIC, "threshold": ("bench.baselines:ThresholdPolicy", 5),
@@ -82,7 +67,6 @@ POLICIES = {
 TARGETED = ("adaspec-minus", "adaspec", "adaspec planned", "auto")
 # Policies whose drafts no step can stop.
 PLANNED = ("adaspec planned",)
-SCALES = (0.8, 1.0, 1.2)
 # What AdaSpec's paper says of it over others (figures 10 and 11) and of drafts (table 2).
 PAPER = {
     "adaspec over off": (1.23, 1.79),
@@ -98,6 +82,8 @@ PAPER = {
     "drafts of adaspec": (2.96, 3.63),
     "accepted of adaspec": (1.14, 1.25),
 }
+# Independent children that a tree's four are worth, by depth: the node budget runs out.
+CHILDREN = (2.1, 1.9, 1.7, 1.4, 1.2, 1.1, 1.0)
 # Mean prompt and output, in tokens.
 PROMPT, OUTPUT = 420, 180
 # Mean acceptance of a draft, and how it differs between requests: as many drafts of the threshold's
@@ -111,6 +97,13 @@ ROW_MS = (0.006, 0.03, 0.06, 0.1, 0.15, 0.2)
 MOST_RUNNING, CHUNK = 256, 1024
 # Requests under way on average, without drafts, that arrivals are scaled to.
 BUSY = 14
+
+
+def rates_of(acceptance: float, tier: Tier) -> tuple[float, ...]:
+    """Conditional acceptance by depth of a tier."""
+    if tier.top_k == 1:
+        return (acceptance,) * tier.steps
+    return tuple(1 - (1 - acceptance) ** CHILDREN[d] for d in range(tier.steps))
 
 
 @dataclass
@@ -132,16 +125,8 @@ class Asked:
         return (self.end_ms - self.first_ms) / max(1, self.output - 1)
 
 
-def arrivals(kind: str, count: int, rng: Random, mooncake: Path | None) -> list[float]:
+def arrivals(kind: str, count: int, rng: Random) -> list[float]:
     """When requests come, in units of the mean gap."""
-    if kind == "mooncake":
-        assert mooncake is not None
-        lines = mooncake.read_text().splitlines()[:count]
-        times = [float(json.loads(line)["timestamp"]) for line in lines]
-        gap = (times[-1] - times[0]) / (len(times) - 1) or 1.0
-        # The trace's clock is coarse: those of one tick come in its course.
-        tick = min((b - a for a, b in pairwise(times) if b > a), default=0.0)
-        return sorted((t - times[0] + rng.random() * tick) / gap for t in times)
     now, times = 0.0, []
     for n in range(count):
         if kind == "bursty":
@@ -154,15 +139,13 @@ def arrivals(kind: str, count: int, rng: Random, mooncake: Path | None) -> list[
     return times
 
 
-def requests_of(
-    kind: str, machine: CostModel, count: int, seed: int, mooncake: Path | None
-) -> list[Asked]:
+def requests_of(kind: str, machine: CostModel, count: int, seed: int) -> list[Asked]:
     """A trace's requests, as many a second as keep :data:`BUSY` of them under way."""
     rng = Random(f"{seed} {kind}")
     shape = shape_of(Budget(load_policy("off", 1, 1, None).tiers[0]), BUSY, BUSY * PROMPT)
     gap_ms = OUTPUT * machine.step_ms(shape) / BUSY
     found = []
-    for at in arrivals(kind, count, rng, mooncake):
+    for at in arrivals(kind, count, rng):
         acceptance = min(max(rng.gauss(ACCEPTANCE, ACCEPTANCE_SPREAD), 0.1), 0.95)
         prompt, output = (
             max(8, round(rng.lognormvariate(math.log(length) - 0.32, 0.8)))
@@ -182,8 +165,6 @@ class Served:
     verifies: int = 0
     batch_ms: float = 0.0
     busy_ms: float = 0.0
-    # Of each step that decodes: when it began, its trees, and the drafts that it verified.
-    steps: list[tuple[float, int, int]] = field(default_factory=list)
 
     @property
     def latency_ms(self) -> float:
@@ -240,8 +221,6 @@ def serve(
             shape = shape._replace(nodes=0, steps=0)
         step_ms = machine.step_ms(shape) * rng.lognormvariate(0.0, 0.03)
         outcomes = _verify(trees, budget.tier, paths, rng)
-        if trees:
-            served.steps.append((now, len(trees), sum(o.drafted for o in outcomes)))
         now += step_ms
         served.batch_ms += len(trees) * step_ms
         served.busy_ms += step_ms
@@ -284,6 +263,32 @@ def _drafted(
     return budget, [row[:n].tolist() for row, n in zip(found, lengths, strict=True)]
 
 
+def stopped_steps(stop: DraftStop, confidences: NDArray[np.float64]) -> int:
+    """How many drafts a step makes until its stop ends them, as the device asks it.
+
+    Args:
+        confidences: ``(trees, n)``: what the drafter would say of each further draft.
+    """
+    scores = torch.from_numpy(confidences).float().log()
+    expected, curves = torch.from_numpy(stop.expected), torch.from_numpy(stop.curves)
+    costs, most = list(stop.costs_ms), min(len(stop.costs_ms) - 1, scores.shape[1])
+    asked = (n for n in range(1, most) if costs[n] > 0)
+    return next((n for n in asked if stops(scores[:, :n], expected, curves, costs)), most)
+
+
+def verified_lengths(stop: DraftStop, confidences: NDArray[np.float64]) -> list[int]:
+    """How many drafts of each chain ``(trees, steps)`` the stop leaves to be verified."""
+    trees, steps = confidences.shape
+    scores = torch.from_numpy(confidences).float().log()
+    found = kept(pad(scores.cumsum(1), (1, 0)), stop)
+    if found is None:
+        return [steps] * trees
+    count, worth = found
+    best = worth[:, 1:].flatten().sort(descending=True, stable=True).indices[: count - trees]
+    lengths: list[int] = np.bincount(best.numpy() // steps, minlength=trees).tolist()
+    return lengths
+
+
 def _verify(
     trees: list[Asked], tier: Tier, paths: list[list[float]], rng: Random
 ) -> list[RequestOutcome]:
@@ -300,42 +305,29 @@ def _verify(
 
 
 def play(
-    name: str,
-    machine: CostModel,
-    kind: str,
-    count: int,
-    seed: int,
-    mooncake: Path | None = None,
-    target: float | None = None,
+    name: str, machine: CostModel, kind: str, count: int, seed: int, target: float | None = None
 ) -> Served:
     """A trace under one of :data:`POLICIES`."""
     policy = load_policy(*POLICIES[name], 1, None)
-    asked = requests_of(kind, machine, count, seed, mooncake)
+    asked = requests_of(kind, machine, count, seed)
     return serve(policy, machine, asked, seed, target, name in PLANNED)
 
 
-def cell(machine: str, kind: str, count: int, seed: int, mooncake: Path | None) -> dict[str, Any]:
-    """All policies on one machine and trace."""
-    trace = MACHINES[machine], kind, count, seed, mooncake
-
-    off = play("off", *trace)
+def cell(kind: str, count: int, seed: int) -> dict[str, Any]:
+    """All policies on one trace."""
+    off = play("off", A100, kind, count, seed)
     slo_ms = percentile(off.tpot_ms, 90)
     policies = {}
     for name in POLICIES:
-        scales = SCALES if name in TARGETED else (1.0,)
-        runs = {s: play(name, *trace, s * slo_ms) for s in scales}
-        one = runs[1.0]
+        one = play(name, A100, kind, count, seed, slo_ms if name in TARGETED else None)
         policies[name] = {
             "speedup": off.latency_ms / one.latency_ms,
-            "attainment": [
-                mean(ms <= s * slo_ms for ms in runs.get(s, one).tpot_ms) for s in SCALES
-            ],
+            "attainment": mean(ms <= slo_ms for ms in one.tpot_ms),
             "draft_tokens": one.drafted / one.verifies,
             "accepted": one.accepted / one.verifies,
             "acceptance": one.accepted / one.drafted if one.drafted else 0.0,
         }
     return {
-        "machine": machine,
         "trace": kind,
         "requests": count,
         "batch": off.batch_ms / off.busy_ms,
@@ -348,7 +340,7 @@ def row_costs(count: int, seed: int, row_ms: Sequence[float]) -> list[dict[str, 
     """What policies gain where a verified row takes longer."""
     found = []
     for ms in row_ms:
-        machine = replace(MACHINES["7B, 68M, A100"], verify_node=ms)
+        machine = replace(A100, verify_node=ms)
         latency = {name: play(name, machine, "bursty", count, seed).latency_ms for name in POLICIES}
         speedups = {name: latency["off"] / each for name, each in latency.items()}
         best = max(STATIC, key=speedups.__getitem__)
@@ -369,7 +361,7 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
             if name.startswith("adaspec over "):
                 values.append(speedups["adaspec"] / others[name.removeprefix("adaspec over ")])
             elif kind == "SLO attainment of":
-                values.append(policies[of]["attainment"][SCALES.index(1.0)])
+                values.append(policies[of]["attainment"])
             else:
                 field = "draft_tokens" if kind == "drafts of" else "accepted"
                 values.append(policies[of][field])
@@ -392,20 +384,11 @@ def summary(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None) -> None:
     """The command line; ends in one JSON line."""
     parser = flags("traces", "Draft lengths under production arrivals, simulated.")
-    parser.add_argument("--mooncake", type=Path, help="JSON lines of a Mooncake trace")
     options = parser.parse_args(arguments)
-    if options.mooncake is not None and not options.mooncake.is_file():
-        parser.error(f"--mooncake {options.mooncake}: no such file")
     run = Run("traces", options, arguments)
-    machines = ["7B, 68M, A100"] if options.quick else list(MACHINES)
-    kinds = ["bursty", "periodic", *(["mooncake"] if options.mooncake else [])]
     count = 60 if options.quick else 300
-    with run.progress() as progress:
-        cells = list(product(machines, kinds))
-        task = progress.add_task("cells", total=len(cells))
-        for each in cells:
-            run.sample(**cell(*each, count, options.seed, options.mooncake))
-            progress.advance(task)
+    for kind in TRACES:
+        run.sample(**cell(kind, count, options.seed))
     costs = row_costs(count, options.seed, ROW_MS)
     run.finish(count, **summary(run.samples), row_costs=costs)
 

@@ -25,7 +25,7 @@ from typing import Any
 from bench.common import Run, flags
 from bench.json_schema import is_valid
 from bench.maskbench import percentiles
-from bench.masks import schemas
+from bench.masks import add_flags, entries_of
 from overlap_spec import Engine, Grammar
 from overlap_spec.errors import GrammarError, InvalidRequest
 from overlap_spec.grammar.room.matcher import least_tokens
@@ -99,12 +99,12 @@ def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
     parser = flags("whole", "how many outputs are whole where there are few tokens for them")
-    schemas.add_flags(parser)
+    add_flags(parser)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--parallel", type=int, default=len(MORE), metavar="P")
     options = parser.parse_args(arguments)
     run = Run("whole", options, arguments)
-    entries = schemas.entries_of(options, QUICK)
+    entries = entries_of(options, QUICK)
     drawn = {"temperature": options.temperature, "seed": options.seed}
     settings: dict[str, Any] = {"complete": True, "mask_deadline_ms": None}
     with Engine(max_running_requests=options.parallel, **settings) as engine, run.progress() as bar:

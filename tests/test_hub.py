@@ -108,21 +108,6 @@ def test_a_file_and_a_missing_folder_are_hints(tiny: dict[str, Any], cache: Path
     assert find_folder("org/name") == Path("org/name")
 
 
-def test_the_command_says_it_in_one_line(tiny: dict[str, Any], tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    for model, words in {
-        f"{tiny['model']}/config.json": "is a file",
-        NAME: f"run `hf download {NAME}`",
-    }.items():
-        command = [sys.executable, "-m", "overlap_spec", "generate", "hi", "--model", model]
-        done = subprocess.run(
-            command, capture_output=True, timeout=60, check=False, env=environment
-        )
-        assert done.returncode == 2
-        (line,) = done.stderr.decode().splitlines()
-        assert words in line
-
-
 def test_of_two_kinds_of_weights_one_is_wanted() -> None:
     small = ["config.json", "tokenizer.json", "chat_template.jinja"]
     rest = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from bench import adaspec
 from overlap_spec import cli
 from tests.support.skips import needs_weights
 
@@ -40,12 +38,6 @@ def test_a_command_runs(
 ) -> None:
     monkeypatch.chdir(ROOT)
     program, *arguments = shlex.split(command)
-    if program == "python":
-        assert arguments[:2] == ["-m", "bench.adaspec"]
-        adaspec.main(arguments[2:])
-        record = json.loads(capsys.readouterr().out)
-        assert record[f"figure_{arguments[-1]}"]
-        return
     assert program == "overlap-spec"
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     cli.main()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.support.skips import STRICT, check_skip
-from tests.support.tiers import few
 
 
 def skipped(reason: str) -> Any:
@@ -25,13 +24,3 @@ def test_a_skip_that_nobody_expects_fails(monkeypatch: pytest.MonkeyPatch) -> No
     check_skip(known)
     assert (lacks.outcome, known.outcome) == ("failed", "skipped")
     assert lacks.longrepr == "an unexpected skip: no embedded weights"
-
-
-def test_few_cases_are_left_for_every_day() -> None:
-    one, *others = few([("a", 1), ("b", 2), ("c", 3)], ("a", 1))
-    assert (one.values, one.marks) == (("a", 1), ())
-    assert [(other.values, other.marks[0].name) for other in others] == [
-        (("b", 2), "ci"), (("c", 3), "ci"),
-    ]  # fmt: skip
-    with pytest.raises(AssertionError, match="there is no case"):
-        few([1], 2)

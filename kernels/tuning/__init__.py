@@ -1,6 +1,6 @@
 """Block sizes: a committed table a GPU architecture, ``sm_NN.py`` beside this.
 
-``python -m bench.kernels --tune`` measures the candidates on the GPU at hand and writes its table.
+They are chosen by the compiler's figures (``tests/proofs/test_attention_ir.py``), not by a clock.
 Nothing is tuned while serving: a trial inside a CUDA graph's capture would end the capture.
 """
 
@@ -65,7 +65,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @contextmanager
 def trial(**configs: Config) -> Iterator[None]:
-    """Use these for a while: for tuning and for tests. A slash in a name is written ``__``."""
+    """Use these for a while, for tests. A slash in a name is written ``__``."""
     global _trial
     before = _trial
     _trial = before | {name.replace("__", "/"): value for name, value in configs.items()}

@@ -5,7 +5,7 @@ layer reads is rounded so too, a token at a time, and the products are summed as
 token's result has the same bits whatever is computed beside it: no sum depends on its order.
 
 The price is paid by models with outlier channels: one large number leaves few of a token's 8 bits
-to the others. ``python -m bench.quantization --model DIR`` tells what a checkpoint loses.
+to the others.
 
 That is oneDNN's int8 product. Torch's own of an int8 weight and bfloat16 rows
 (``_weight_int8pack_mm``) leaves the rows as they are, but computes in float32: from 6 rows on, as

@@ -63,14 +63,6 @@ def test_figures_of_a_run(found: Found) -> None:
 
 
 @pytest.mark.ci
-def test_sides_take_turns(found: Found) -> None:
-    _, samples = found
-    own = [s for s in samples if s["drafter"] == "ngram" and s["row"] == "greedy, chain of 5"]
-    sides = [(s["repetition"], s["side"]) for s in own if s["workload"] == "JSON"]
-    assert sides == [(0, "plain"), (0, "ngram"), (1, "ngram"), (1, "plain")]
-
-
-@pytest.mark.ci
 def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
     record, samples = found
     assert drafters.faults(record["models"]) == []
@@ -84,8 +76,6 @@ def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
     (line,) = told
     assert "ngram, JSON" in line
     assert drafters.faults({"embedded": {"dtype": "bfloat16", "rows": rows}}) == []
-    lossy = {f"{ROWS[0]}, threshold 0.5": rows[ROWS[0]]}
-    assert drafters.faults({"embedded": entry | {"rows": lossy}}) == []
 
 
 def sample(side: str, repetition: int, **more: Any) -> dict[str, Any]:
@@ -119,7 +109,6 @@ def test_figures_of_known_samples() -> None:
         (["--checkpoint", "eagle"], "DRAFTER=DIR"),
         (["--checkpoint", "parrot=folder"], "one of .*ngram"),
         (["--gsm8k", str(ROOT / "pyproject.toml")], "holds no such questions"),
-        (["--threshold", "1"], "below 1"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -136,7 +125,7 @@ def test_what_cannot_be_is_refused(
 def test_a_larger_target_is_drafted_for_by_the_embedded_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def padded(work: Path, _: Any, vocab: int) -> tuple[Path, Path]:
+    def padded(work: Path, vocab: int) -> tuple[Path, Path]:
         return work / str(vocab), work
 
     monkeypatch.setattr(drafters, "padded_target", padded)
@@ -146,14 +135,3 @@ def test_a_larger_target_is_drafted_for_by_the_embedded_one(
     assert made["eagle"] == "own"
     assert Path(made["draft_model"]).name == "151936"
     assert "draft_model" not in drafters.checkpoints(drafters.parse([]), {})
-
-
-def test_overlap_modes_are_rows_of_their_own() -> None:
-    rows = drafters.rows_of(None, ("none", "once-sync"))
-    assert set(rows) - set(drafters.ROWS) == {
-        f"greedy, {shape}, {mode}"
-        for shape in ("chain of 5", "tree of 16")
-        for mode in ("none", "once-sync")
-    }
-    assert rows["greedy, tree of 16, none"].engine == drafters.TREE | {"overlap": "none"}
-    assert drafters.rows_of(None) == drafters.ROWS

@@ -1,11 +1,9 @@
-"""The benchmark for a GPU, as far as it goes without one: a rehearsal, and what it does about a
-part that fails."""
+"""The benchmark for a GPU, as far as it goes without one."""
 
 from __future__ import annotations
 
-import io
 import json
-from contextlib import redirect_stdout
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,87 +12,32 @@ import torch
 from safetensors.torch import load_file
 
 from bench import gpu
-from bench.common import samples_path
-from bench.gpu_roofline import Result, Setup, figure, weight_bytes
-from overlap_spec.worker.streams import InlineStreams
-
-TARGETS = {
-    "verify_roofline_share": 0.85,
-    "verify_share_64_nodes_32k": 0.75,
-    "host_ms_per_step": 0.5,
-    "constrained_tpot_ratio": 1.02,
-}
-
-
-@pytest.fixture(scope="module")
-def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """The record of a rehearsal: its last line, and its file."""
-    path = tmp_path_factory.mktemp("gpu") / "out.json"
-    told = io.StringIO()
-    with redirect_stdout(told):
-        gpu.main(["--rehearse", "--json", str(path)])
-    record: dict[str, Any] = json.loads(told.getvalue().splitlines()[-1])
-    return record, path
+from bench.common import Run, samples_path
+from bench.kernel_work import Draw, attention, works
 
 
 @pytest.mark.ci
-def test_a_rehearsal_runs_every_part(rehearsal: tuple[dict[str, Any], Path]) -> None:
-    record, path = rehearsal
-    assert json.loads(path.read_text()) == record
-    assert list(record["parts"]) == list(gpu.PARTS)
-    assert [part["error"] for part in record["parts"].values()] == [None] * len(gpu.PARTS)
-    assert record["rehearsal"] is True
-    parts = {json.loads(line)["part"] for line in samples_path(path).read_text().splitlines()}
-    assert parts == set(gpu.PARTS)
-    assert len(record["parts"]["roofline"]["cells"]) == 3
-
-
-@pytest.mark.ci
-def test_every_figure_has_its_target(rehearsal: tuple[dict[str, Any], Path]) -> None:
-    record, _ = rehearsal
-    assert {name: figure["target"] for name, figure in record["figures"].items()} == TARGETS
-    for name, found in record["figures"].items():
-        assert found["value"] in found["by"].values(), name
-        reached = found["value"] >= found["target"]
-        assert found["met"] is (reached if found["goal"] == "at least" else not reached), name
-
-
-def test_a_part_that_fails_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rehearsal_runs_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.json"
-    written: list[Any] = []
-
-    def failing(_: Setup) -> Result:
-        raise ValueError("no such kernel")
-
-    def well(_: Setup) -> Result:
-        written.append(json.loads(path.read_text()))
-        return Result({"one": figure(1.0, least=0.5, unit="s", by={"": 1.0})}, samples=[{"n": 1}])
-
-    monkeypatch.setattr(gpu, "PARTS", {"first": failing, "second": well})
-    monkeypatch.setattr(gpu, "weights_of", lambda *_: (tmp_path, tmp_path))
-    with pytest.raises(SystemExit) as ended:
-        gpu.main(["--rehearse", "--json", str(path)])
-    assert ended.value.code == 1
-    told = capsys.readouterr()
-    assert "error: first: ValueError: no such kernel" in told.err
-    record = json.loads(told.out.splitlines()[-1])
-    assert record["figures"]["one"]["met"] is True
-    assert record["parts"]["second"]["error"] is None
-    # What the first part came to was in the file before the second began.
-    assert written[0]["parts"].keys() == {"first"}
+    gpu.main(["--rehearse", "--json", str(path)])
+    record = json.loads(path.read_text())
+    assert record == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert record["rehearsal"] is True
+    assert list(record["cells"]) == list(map(str, gpu.REHEARSAL_CELLS))
+    assert [cell["aim"] for cell in record["cells"].values()] == [*gpu.AIMS, None]
+    for cell, line in zip(
+        record["cells"].values(), samples_path(path).read_text().splitlines(), strict=True
+    ):
+        taken = sorted(json.loads(line)["verify_ms"])
+        assert cell["verify_ms"]["median"] == pytest.approx(taken[1], rel=1e-4)
+        assert cell["share"] == pytest.approx(cell["least_ms"] / taken[1], rel=1e-3)
 
 
 def test_a_rehearsal_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, error in (
-        (["--rehearse", "--json", str(gpu.RESULTS / "a.json")], "measures nothing"),
-        (["--only", "nonesuch"], "invalid choice"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            gpu.main(arguments)
-        assert ended.value.code == 2
-        assert error in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--rehearse", "--json", str(gpu.RESULTS / "a.json")])
+    assert ended.value.code == 2
+    assert "measures nothing" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -110,33 +53,38 @@ def test_records_are_named_by_device_and_day() -> None:
     assert path == gpu.RESULTS / "nvidia-h100-80gb-hbm3-2026-11-21.json"
 
 
-def test_a_figure_is_held_against_its_target() -> None:
-    assert figure(0.85, least=0.85)["met"] is True
-    assert figure(0.84, least=0.85)["met"] is False
-    assert figure(1.02, most=1.02) == {
-        "value": 1.02, "target": 1.02, "goal": "at most", "met": True
-    }  # fmt: skip
-    assert figure(1.03, most=1.02)["met"] is False
-    assert figure(7.0, unit="ms") == {
-        "value": 7.0, "target": None, "goal": None, "met": None, "unit": "ms"
-    }  # fmt: skip
-
-
 def test_weights_are_counted_without_embeddings(tiny: dict[str, Any]) -> None:
     folder = Path(tiny["model"])
     tensors = load_file(folder / "model.safetensors")
     read = sum(tensor.numel() for name, tensor in tensors.items() if "embed" not in name)
-    assert weight_bytes(folder, 4) == 4 * read
+    assert gpu.weight_bytes(folder, 4) == 4 * read
     assert read < sum(tensor.numel() for tensor in tensors.values())
 
 
-def test_waits_for_events_are_timed_and_then_left_alone() -> None:
-    streams = InlineStreams()
-    event = streams.event()
-    streams.compute.record(event)
-    own = type(event).synchronize
-    with gpu.waits_timed() as waited_ns:
-        assert waited_ns() == 0
-        event.synchronize()
-        assert waited_ns() > 0
-    assert type(event).synchronize is own
+def test_kernels_are_held_to_flash_attention_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention alone, whose results are compared too; times are made up."""
+    times = {"triton": 30.0, "reference": 90.0, "flash": 15.0}
+    compared: list[str] = []
+
+    def disagreement(_: Any, __: Any, choice: str) -> float:
+        compared.append(choice)
+        return 0.0
+
+    monkeypatch.setattr(gpu, "flash_installed", lambda: True)
+    monkeypatch.setattr(gpu, "input_sets", lambda work: [work.draw()])
+    monkeypatch.setattr(gpu, "disagreement", disagreement)
+    monkeypatch.setattr(gpu, "graph_us", lambda _, choice, __: lambda: times[choice])
+    draw = Draw(torch.device("cpu"), torch.bfloat16, 0)
+    chosen = [
+        attention(draw, 1, 4, 64, tree=True, head_dim=32),
+        *[w for w in works(draw, (1,)) if w.name.startswith("rms_norm")][:1],
+    ]
+    run = Run("kernels", Namespace(quick=True, seed=0, json=None), [])
+    found = gpu.measure_kernels(run, chosen, 2, 1e12, 1e15)
+    tree, norm = found.values()
+    assert tree["us"]["median"] == 30.0
+    assert tree["flash_us"]["median"] == 15.0
+    assert tree["flash_speedup"]["median"] == 2.0
+    assert tree["speedup"]["median"] == 3.0
+    assert "flash_us" not in norm
+    assert compared == ["triton", "flash", "triton"]

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from bench import peers
 from bench.backends.base import Task
@@ -19,7 +18,7 @@ from bench.backends.gguf_file import write_gguf, write_gguf_head
 from bench.backends.launched import Work, open_peers
 from bench.padded import Source
 from overlap_spec.config import EMBEDDED
-from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import read_config
 from overlap_spec.models.eagle3 import feature_layers, read_eagle3_config
 from tests.support.checkpoints import SHAPE, write_target
@@ -86,36 +85,6 @@ def test_a_file_has_every_weight_and_interleaved_heads(
     assert made.fields["add_eos_token_id"] == (259,)
 
 
-def test_matrices_keep_their_bits_in_bfloat16(writer: type[Writer], tmp_path: Path) -> None:
-    write_target(tmp_path / "source")
-    write_gguf(tmp_path / "source", tmp_path / "out.gguf", torch.bfloat16)
-    (made,) = writer.made
-    raw, kind = made.tensors["output.weight"]
-    wanted = Source(tmp_path / "source").get("lm_head.weight").bfloat16()
-    assert kind == "bf16"
-    assert torch.equal(torch.from_numpy(raw).view(torch.bfloat16), wanted)
-    norm, kind = made.tensors["output_norm.weight"]
-    assert (norm.dtype, kind) == (np.float32, None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"attention_bias": True}, "biases"),
-        ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, "norms.*Qwen3"),
-    ],
-)
-def test_what_is_not_converted_is_said(
-    changes: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
-    write_target(tmp_path / "source", **changes)
-    with pytest.raises(CheckpointError, match=reason):
-        write_gguf(tmp_path / "source", tmp_path / "out.gguf", torch.float32)
-    write_target(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="float16"):
-        write_gguf(tmp_path / "plain", tmp_path / "out.gguf", torch.float16)
-
-
 def test_a_head_names_its_features_and_tokens(writer: type[Writer], tmp_path: Path) -> None:
     source = EMBEDDED / "eagle3"
     write_gguf_head(source, EMBEDDED / "target", tmp_path / "head.gguf", torch.bfloat16)
@@ -132,23 +101,6 @@ def test_a_head_names_its_features_and_tokens(writer: type[Writer], tmp_path: Pa
     # All but the two maps, and the second name of one of them.
     assert len(made.tensors) == len(weights.names) - 1
     assert made.tensors["blk.0.attn_q.weight"][1] == "bf16"
-
-
-def test_numbers_that_no_16_bit_scale_holds_are_shared_with_the_norm(
-    writer: type[Writer], tmp_path: Path
-) -> None:
-    """By a power of two, so that all sums stay as they are."""
-    write_target(tmp_path / "source")
-    path = tmp_path / "source" / "model.safetensors"
-    held = load_file(path)
-    held["lm_head.weight"][3:, 5] = -(2.0**40)
-    save_file(held, path)
-    write_gguf(tmp_path / "source", tmp_path / "out.gguf", torch.float32)
-    (made,) = writer.made
-    head, norm = made.tensors["output.weight"][0], made.tensors["output_norm.weight"][0]
-    assert abs(head).max() < 2e6
-    wanted = held["lm_head.weight"].numpy() * held["model.norm.weight"].numpy()
-    np.testing.assert_array_equal(head * norm, wanted)
 
 
 SERVER = """#!{python}

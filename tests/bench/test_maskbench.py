@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from bench import maskbench
-from bench.masks import tokens
-from bench.masks.order import Order
-from overlap_spec.config import EMBEDDED
+from bench.masks import Order
 from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
-from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 PERSON = {
@@ -69,40 +66,6 @@ def test_each_schema_lands_in_its_class(tmp_path: Path, capsys: pytest.CaptureFi
     assert [json.loads(line)["id"] for line in samples] == list(ENTRIES)
 
 
-def test_an_order_that_only_the_file_has_is_told_apart() -> None:
-    found = tokens.read(None, 2100, 0)
-    schema = {"type": "object", "patternProperties": {"^b": {"type": "null"}}, "required": ["b"]}
-    compiled = XGrammarBackend(found.vocabulary).compile(Grammar.json_schema(schema))
-
-    class Reversed(Order):
-        def apply(self, value: Any) -> Any:
-            return dict(reversed(value.items()))
-
-    result = maskbench.Result()
-    entry = {"schema": schema, "tests": [case(True, {"b": None, "a": 1})]}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(maskbench, "Order", Reversed)
-        maskbench.judge(compiled, entry, found, result)
-    assert result.name == "order_only"
-    assert result.reason.startswith("at token ")
-
-
-def test_a_vocabulary_below_the_tokenizer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tokens.read(None, 1024, 0)
-    assert "--vocab 1024 is less than" in capsys.readouterr().err
-
-
-def test_a_failed_compile_keeps_its_kind() -> None:
-    class Slow:
-        def compile(self, _: Grammar) -> None:
-            raise CompileFailure("took too long", "timeout")
-
-    found = tokens.read(None, 2100, 0)
-    result = maskbench.run_schema(Slow(), {"schema": {}}, found)  # type: ignore[arg-type]
-    assert (result.name, result.reason, result.ttfm_ms) == ("timeout", "took too long", None)
-
-
 def test_a_token_outside_the_mask_stops_the_feed() -> None:
     vocabulary = Vocabulary((*(bytes([i]) for i in range(256)), b""), 257, (256,))
     compiled = XGrammarBackend(vocabulary).compile(Grammar.json_schema({"type": "integer"}))
@@ -133,24 +96,3 @@ def test_keys_come_in_schema_order(schema: Any, value: Any, names: list[str]) ->
     assert ordered == value
     nested = {"patternProperties": {"^x": {"items": schema}}, "$defs": schema.get("$defs", {})}
     assert list(Order(nested).apply({"x1": [value]})["x1"][0]) == names
-
-
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(SystemExit):
-        tokens.read(tmp_path / "other.json", None, 0)
-
-
-def test_ordinary_tokens_that_look_like_ends_are_none(tmp_path: Path) -> None:
-    """Gemma has a token `</s>` among those of HTML tags, beside its end `<eos>`."""
-    spec = json.loads((EMBEDDED / "target" / "tokenizer.json").read_text())
-    more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    size = max(*spec["model"]["vocab"].values(), *(t["id"] for t in spec["added_tokens"])) + 1
-    for at, (text, special) in enumerate({"</s>": False, "<eos>": True}.items()):
-        spec["added_tokens"].append({"id": size + at, "content": text, "special": special, **more})
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(spec))
-    found = tokens.read(path, None, 0).vocabulary
-    assert size + 1 in found.stop_ids
-    assert size not in found.stop_ids
-    assert found.text[size] == b"</s>"

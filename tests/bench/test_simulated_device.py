@@ -10,13 +10,11 @@ import pytest
 from bench import simulated_device
 from bench.device_model import (
     COPY_US,
-    DEVICES,
     LAUNCH_US,
     Device,
     HostClock,
     Oracle,
     TableStreams,
-    at,
 )
 from bench.simulated_device import simulated, summary
 from bench.workloads import Ask
@@ -41,16 +39,6 @@ class Hand:
 
 def streams_of(hand: Callable[[], int]) -> TableStreams:
     return TableStreams(SLOW, lambda *_: None, HostClock(hand))
-
-
-def test_curves() -> None:
-    curve = {1: 10.0, 3: 20.0, 4: 40.0}
-    assert [at(curve, x) for x in (0.5, 1, 2, 3, 6)] == [10, 10, 15, 20, 80]
-    assert at({1: 7.0}, 9) == 7
-    for device in DEVICES.values():
-        for by in (device.verify_us, device.draft_us, device.accept_us, device.extend_us):
-            assert list(by) == sorted(by)
-            assert list(by.values()) == sorted(by.values())
 
 
 def test_work_begins_when_it_is_queued_and_what_it_waits_for_has_passed() -> None:
@@ -148,8 +136,6 @@ def test_a_summary_is_of_its_samples() -> None:
         {"device": "d", "kind": kind, "batch": 1, "mode": "once-sync", "step_ms": ms, **figures}
         for kind, ms in (("json", 5.0), ("json", 5.0), ("free", 4.0))
     ]
-    samples.append({"test": "t", "mode": "none", "seconds": 3.0})
     found = summary(samples)
     assert found["devices"]["d"]["json"]["1"]["once-sync"]["step_ms"] == 5.0
     assert found["under_grammar"] == {"d": {"1": {"tokens_s": 1.0, "at_equal_length": 0.8}}}
-    assert found["tests"] == {"t": {"none": 3.0}}

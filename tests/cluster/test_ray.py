@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.cluster import children
 from tests.support.serving import Server, wait_for
 from tests.support.skips import needs_weights
 
@@ -57,6 +56,22 @@ def ask(number: int, **more: Any) -> dict[str, Any]:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON, "strict": True}}
     messages = [{"role": "user", "content": text}]
     return {"messages": messages, "response_format": form, "temperature": 0.0, **more}
+
+
+def children(pid: int) -> dict[int, str]:
+    """All processes below one: id → command line."""
+    found: dict[int, str] = {}
+    with contextlib.suppress(OSError):
+        for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, tasks.read_text().split()):
+                found |= {child: _command(child)} | children(child)
+    return found
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+    return ""
 
 
 def below(server: Server) -> dict[int, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.engine import Engine
-from overlap_spec.errors import EngineUnavailable, InvalidRequest, OverlapSpecError
+from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams
 from tests.support.skips import needs_weights
@@ -67,39 +65,3 @@ def test_generate_outlives_it(engine: Engine, name: str) -> None:
     assert engine.generate("Is fire hot?", GOOD).text in ("yes", "no")
     state = engine.snapshot()
     assert state["running"] == state["pages_in_use"] == state["matchers"] == 0
-
-
-async def _all_at_once() -> None:
-    async with AsyncEngine(mask_deadline_ms=5000) as engine:
-        lags: list[float] = []
-
-        async def watch() -> None:
-            while True:
-                start = time.monotonic()
-                await asyncio.sleep(0.01)
-                lags.append(time.monotonic() - start)
-
-        async def one(bomb: Bomb) -> None:
-            with contextlib.suppress(OverlapSpecError):
-                prompt, grammar = await asyncio.to_thread(bomb)
-                assert is_told(await engine.generate(prompt, grammar, SHORT))
-
-        watching = asyncio.create_task(watch())
-        answers = asyncio.gather(
-            *(one(bomb) for bomb in BOMBS.values()),
-            *(engine.generate("Is fire hot?", GOOD) for _ in range(8)),
-        )
-        outputs = (await asyncio.wait_for(answers, 4 * SOON_S))[len(BOMBS) :]
-        watching.cancel()
-        assert {output.text for output in outputs} <= {"yes", "no"}
-        # The caller's loop went on meanwhile.
-        assert len(lags) > 10
-        state = await engine.snapshot()
-        assert state["open"] == state["running"] == state["pages_in_use"] == 0
-    with pytest.raises(EngineUnavailable, match="closed"):
-        await engine.generate("hi")
-
-
-@pytest.mark.slow
-def test_the_async_engine_outlives_all_at_once() -> None:
-    asyncio.run(_all_at_once())

@@ -148,36 +148,10 @@ def test_thinking_ends_at_its_budget(engine: Engine, budget: int, temperature: f
         del thought
 
 
-def test_thinking_leaves_room_for_the_answer(engine: Engine) -> None:
-    grammar = GRAMMAR.after_thinking("</t>")
-    for more in MORE:
-        most = needed(engine, grammar) + more
-        output = both(engine, grammar, max_tokens=most, temperature=0.0)
-        assert output.finish_reason == "stop"
-        assert json.loads(output.text.partition("</t>")[2])
-
-
 def test_a_budget_without_thinking_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="after thinking") as refusal:
         engine.generate("go", GRAMMAR, max_tokens=90, thinking_budget=4)
     assert refusal.value.param == "thinking_budget"
-
-
-def test_several_requests_at_once_have_their_own_room(engine: Engine) -> None:
-    least = needed(engine, GRAMMAR)
-    asked = [{"max_tokens": least + more, "temperature": 1.0, "seed": more} for more in MORE]
-    outputs = engine.generate(["go"] * len(MORE), GRAMMAR, asked)
-    for more, output in zip(MORE, outputs, strict=True):
-        assert len(output.token_ids) <= least + more
-        assert output.parsed is not None
-
-
-def test_outputs_are_whole_by_default(tiny: dict[str, Any]) -> None:
-    with Engine(**{name: tiny[name] for name in ("model", "draft", "grammar_isolated")}) as made:
-        least = needed(made, GRAMMAR)
-        output = made.generate("go", GRAMMAR, max_tokens=least + 2, temperature=1.0, seed=3)
-        assert (output.finish_reason, output.warnings) == ("stop", ())
-        assert output.parsed.keys() == SCHEMA["properties"].keys()
 
 
 def test_an_engine_may_cut_unless_a_request_says_otherwise(tiny: dict[str, Any]) -> None:
@@ -218,20 +192,6 @@ def test_a_stop_string_ends_an_output_where_it_stands(engine: Engine) -> None:
     assert output.finish_reason == "stop"
     assert output.stop_match == '"tags"'
     assert output.parsed is None
-
-
-def test_the_least_tokens_keep_stop_tokens_away_and_nothing_else(engine: Engine) -> None:
-    grammar = Grammar.regex("a{3}b{0,90}c")
-    for least in (1, 6, 9):
-        output = engine.generate("go", grammar, min_tokens=least, max_tokens=9, temperature=1.0)
-        assert re.fullmatch("a{3}b{0,90}c", output.text)
-
-
-def test_each_of_several_outputs_has_its_own_room(engine: Engine) -> None:
-    most = needed(engine, GRAMMAR) + 2
-    outputs = engine.generate("go", GRAMMAR, n=3, max_tokens=most, temperature=1.0, seed=5)
-    assert [output.finish_reason for output in outputs] == ["stop"] * 3
-    assert all(output.parsed for output in outputs)
 
 
 def test_a_bias_chooses_among_what_is_left(engine: Engine) -> None:

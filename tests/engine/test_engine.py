@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-import torch
 from pydantic import BaseModel, model_validator
 from safetensors.torch import load_file, save_file
 
@@ -495,18 +494,6 @@ def test_prefix_reuse_is_as_good_with_speculation(tiny: dict[str, str]) -> None:
     assert set(cached["off"]) == {0}
 
 
-def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, str]) -> None:
-    """The drafter's root state after a reused prefix equals that after a full prefill."""
-    states = []
-    for reuse in (True, False):
-        with Engine(**tiny, num_steps=3, overlap="none", prefix_cache=reuse) as engine:
-            for _ in range(2):
-                engine.generate("p" * 90, None, SamplingParams(max_tokens=1))
-            states.append(engine.core.worker.runner.drafter.root_state[:2].clone())
-    assert torch.allclose(states[0], states[1], atol=1e-5)
-    assert states[0].abs().sum() > 0
-
-
 @pytest.mark.ci
 def test_an_engine_that_nobody_closed_lets_the_process_exit(tiny: dict[str, str]) -> None:
     code = (
@@ -518,25 +505,3 @@ def test_an_engine_that_nobody_closed_lets_the_process_exit(tiny: dict[str, str]
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
         assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("policy", ["auto", "adaspec"])
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
-@pytest.mark.parametrize("overlap", ["none", "double-sync"])
-def test_policies_that_weigh_cost_with_every_kind_of_drafter(
-    tiny: dict[str, str], policy: str, algorithm: str, overlap: str
-) -> None:
-    """Six requests, with a grammar and without, sampled and greedy: text is plain decoding's."""
-    prompts = ["one two one two one", "b", "c c c c c", "d", "e", "f"]
-    grammars = [None, Grammar.json_object(), None, Grammar.regex("[ab]{30}"), None, None]
-    samplings = [{"max_tokens": 30, "seed": n, "temperature": float(n % 2)} for n in range(6)]
-    with Engine(**tiny, algorithm="none", overlap="none") as plain:
-        want = plain.generate(prompts, grammars, samplings)
-    with Engine(**tiny, algorithm=algorithm, adaptive=policy, overlap=overlap) as engine:
-        got = engine.generate(prompts, grammars, samplings)
-        state = engine.snapshot()
-        assert engine.core.scheduler.allocator.in_use == 0
-    assert [g.token_ids for g in got] == [w.token_ids for w in want]
-    assert state["speculation"]["error"] is None
-    assert state["drafter"]["faults"] == 0
-    assert state["speculation"]["count"] > 5

@@ -163,16 +163,6 @@ def test_trace(tmp_path: Path) -> None:
     assert fill["dur"] == pytest.approx((4 - 1 / 3) * 1000, abs=0.01)
 
 
-def test_trace_of_nothing_and_of_strange_lanes() -> None:
-    assert tuple(by_thread(Timeline().chrome_trace())) == LANES
-    timeline = Timeline()
-    timeline.record("zeta", "b", 5, 4, 0)
-    timeline.record("alpha", "a", 0, 2, 0)
-    threads = by_thread(timeline.chrome_trace())
-    assert tuple(threads) == (*LANES, "alpha", "zeta")
-    assert threads["zeta"][0]["dur"] == 0
-
-
 def test_trace_keeps_overlaps_apart() -> None:
     """Nested spans share a thread; others that overlap, of several lane threads, do not."""
     timeline = Timeline()

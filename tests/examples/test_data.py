@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from datetime import date
 from random import Random
 
 import jsonschema
@@ -19,13 +18,11 @@ from examples.embedded_model.data import (
     held_out_choices,
     tools_text,
 )
-from examples.embedded_model.fillers import MONTHS, word_lists
-from examples.embedded_model.mixed import WideCases, sketch, with_articles, with_schema, written
-from examples.embedded_model.questions import KEPT_BACK, Questions
+from examples.embedded_model.fillers import word_lists
+from examples.embedded_model.mixed import WideCases, with_articles
 from examples.embedded_model.sums import Sums
 from examples.embedded_model.templates import forbidden_grams, library, parse_template
-from examples.embedded_model.turns import RESULTS, WideTools, more_turns, result_turn
-from examples.embedded_model.wide import WideFillers, number_words, ordinal
+from examples.embedded_model.turns import WideTools
 
 GSM8K = [("How many are 2 and 3?", "2+3=<<2+3=5>>5.\n#### 5"), ("What is 4 less 1?", "#### 3")]
 
@@ -114,51 +111,6 @@ def test_a_yes_or_no_follows_the_text():
             assert denied, choice
 
 
-def test_the_first_examples_are_never_trained_on():
-    questions = Questions(Random(4))
-    drawn = {questions.about_the_world().prompt for _ in range(6000)}
-    drawn |= {questions.feast()[0] for _ in range(6000)}
-    assert not drawn & set(KEPT_BACK)
-    assert "Is it true that fire is hot?" in drawn or "Yes or no: is fire hot?" in drawn
-
-
-def test_feasts_are_on_their_day():
-    questions = Questions(Random(5))
-    for _ in range(200):
-        asked, answer = questions.feast()
-        year = re.search(r"\d{4}", asked)
-        assert year
-        assert date.fromisoformat(answer).year == int(year[0])
-        if "Christmas Eve" in asked:
-            assert answer.endswith("-12-24")
-
-
-def test_dates_and_numbers_in_words_mean_their_values():
-    fillers = WideFillers(Random(6))
-    for _ in range(500):
-        value, text = fillers.draw("date")
-        day = date.fromisoformat(value)
-        if text == value:
-            continue
-        assert str(day.year) in text
-        assert re.search(rf"\b{day.day}(st|nd|rd|th)?\b", text), text
-        assert MONTHS[day.month - 1][:3] in text
-    assert [ordinal(n) for n in (1, 2, 3, 4, 11, 12, 13, 21, 31)] == [
-        "1st", "2nd", "3rd", "4th", "11th", "12th", "13th", "21st", "31st",
-    ]  # fmt: skip
-    assert [number_words(n) for n in (20, 21, 99)] == ["twenty", "twenty-one", "ninety-nine"]
-
-
-def test_money_and_addresses_are_written_as_their_values():
-    fillers = WideFillers(Random(7))
-    for _ in range(500):
-        value, text = fillers.draw("money")
-        assert float(text.replace(",", "")) == value
-        address, text = fillers.draw("email")
-        assert address == text
-        assert re.fullmatch(r"[^@\s]+@[^@\s]+\.[a-z]+", address)
-
-
 def test_word_problems_are_worked_out_right():
     sums = Sums(Random(8))
     for _ in range(400):
@@ -169,39 +121,6 @@ def test_word_problems_are_worked_out_right():
         assert question.endswith(("?", "."))
         for left, right in re.findall(r"<<([^=]+)=(\d+)>>", worked):
             assert eval(left) == int(right)
-
-
-def test_tool_results_are_json_and_their_answers_say_them():
-    rng = Random(9)
-    fillers = WideFillers(rng)
-    assert set(more_turns()) == {tool.names[0] for tool in library().tools}
-    assert set(RESULTS) <= set(more_turns())
-    said = 0
-    for _ in range(300):
-        result, answer = result_turn(rng, fillers, "get_weather")
-        value = json.loads(result)
-        if isinstance(value, dict) and "temperature" in value:
-            assert str(value["temperature"]) in answer
-            said += 1
-    assert said > 200
-
-
-def test_white_space_changes_no_answer():
-    rng = Random(10)
-    texts = {written(rng, {"a": 1, "b": ["x"]})[0] for _ in range(500)}
-    assert {'{"a":1,"b":["x"]}', '{"a": 1, "b": ["x"]}'} < texts
-    assert all(json.loads(text) == {"a": 1, "b": ["x"]} for text in texts)
-
-
-def test_a_schema_is_shown_whole_or_as_a_sketch():
-    schema = held_out_cases(3, 1, "seen")[0].schema
-    turns = [with_schema(Random(i), "the text", schema) for i in range(30)]
-    assert any(system for system, _ in turns)
-    assert all("the text" in user for _, user in turns)
-    for key in schema["properties"]:
-        assert f'"{key}":' in sketch(schema)
-        assert all(f'"{key}"' in system + user for system, user in turns)
-    assert sketch({"anyOf": [{"type": "integer"}, {"type": "null"}]}) == "integer | null"
 
 
 def test_documents_of_every_kind_end_in_an_answer():

@@ -19,11 +19,9 @@ from overlap_spec.grammar.dialects.lark import to_lark
 from overlap_spec.grammar.ir.lexemes import conflict, cut
 from overlap_spec.grammar.ir.network import utf8_spans
 from overlap_spec.grammar.lowering.lower import lower
-from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.parsing.ebnf import ForeignConstruct, read
 from tests.support.grammars import bits, legal
 
-NONE = -1
 STOPS = (0, 41)
 OTHERS = [name for name in backends.names() if name != "reference"]
 few = settings(
@@ -193,65 +191,6 @@ schemas = st.recursive(
 @given(schemas, st.integers(0, 2**16))
 def test_random_schemas(schema: dict[str, object], seed: int) -> None:
     check_walks(Grammar.json_schema(schema), seed, length=16)
-
-
-def all_trees(nodes: int) -> list[tuple[list[int], list[int]]]:
-    """First child and next sibling of every ordered tree whose nodes are numbered in depth."""
-    found = []
-    for parents in itertools.product(*(range(node) for node in range(1, nodes))):
-        path = [0]
-        for node, parent in enumerate(parents, start=1):
-            if parent not in path:
-                break
-            path = [*path[: path.index(parent) + 1], node]
-        else:
-            found.append(_links([NONE, *parents]))
-    return found
-
-
-def _links(parents: list[int]) -> tuple[list[int], list[int]]:
-    first, sibling = [NONE] * len(parents), [NONE] * len(parents)
-    for node in range(len(parents) - 1, 0, -1):
-        first[parents[node]], sibling[node] = node, first[parents[node]]
-    return first, sibling
-
-
-def test_the_trees_are_all_of_their_size() -> None:
-    # Catalan numbers count ordered trees.
-    assert [len(all_trees(n)) for n in range(1, 9)] == [1, 1, 2, 5, 14, 42, 132, 429]
-
-
-@pytest.mark.parametrize("nodes", range(1, 9))
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_tree_has_the_masks_of_the_reference(name: str, nodes: int) -> None:
-    rng = random.Random(nodes)
-    grammar = Grammar.regex("(a|b|ab)*c?")
-    for tree in all_trees(nodes):
-        # Sizes of every remainder mod 32 turn up many times over.
-        size = 300 + rng.randrange(32)
-        tokens = [
-            rng.choice([*map(token, (b"a", b"a", b"b", b"c", b"ab", b"aab")), *STOPS, size])
-            for _ in range(nodes)
-        ]
-        links = [np.array(part, np.int64) for part in (tokens, *tree)]
-        rows = []
-        for backend_name in ("reference", name):
-            matcher = _compiled_once(backend_name, grammar, size).matcher()
-            assert matcher.accept(token(b"a"))
-            rows.append(np.full((nodes, vocabulary(size).words), -1, np.int32))
-            fill = matcher.fill_tree if backend_name == name else _walk(matcher)
-            fill(*links, rows[-1])
-            assert matcher.accepted_tokens == 1
-        np.testing.assert_array_equal(*rows)
-
-
-@cache
-def _compiled_once(name: str, grammar: Grammar, size: int) -> CompiledGrammar:
-    return backend(name, size).compile(grammar)
-
-
-def _walk(matcher):
-    return lambda *arrays: walk.fill_tree(matcher, *arrays)
 
 
 @pytest.mark.parametrize(

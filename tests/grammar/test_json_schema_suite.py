@@ -11,7 +11,7 @@ import pytest
 
 from bench import exactness
 from bench.maskbench import feed
-from bench.masks import tokens
+from bench.masks import VOCABULARY, Tokens, padded_tokens
 from overlap_spec.cli.request import ConstraintFlags
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler
@@ -22,8 +22,8 @@ SUITE = Path(__file__).parents[3] / "shared" / "data" / "json_schema_test_suite"
 
 
 @cache
-def chosen() -> tokens.Tokens:
-    return tokens.read(None, None, 0)
+def chosen() -> Tokens:
+    return padded_tokens(VOCABULARY, 0)
 
 
 @cache

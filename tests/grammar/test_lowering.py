@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from jsonschema import validators
 
-from bench.masks.order import Order
+from bench.masks import Order
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.automata.regex import parse

@@ -6,12 +6,11 @@ import dataclasses
 import datetime as dt
 import enum
 import ipaddress
-import itertools
 import pathlib
 import random
 import uuid
-from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from decimal import Decimal
 from functools import cache
@@ -22,85 +21,42 @@ from typing import (
     Literal,
     NamedTuple,
     NewType,
-    NotRequired,
-    Required,
     TypeVar,
 )
 
 import pytest
 from pydantic import (
-    UUID1,
-    UUID3,
     UUID4,
-    UUID5,
-    UUID6,
-    UUID7,
-    UUID8,
-    AllowInfNan,
-    AmqpDsn,
-    AnyHttpUrl,
     AnyUrl,
-    AnyWebsocketUrl,
     AwareDatetime,
     Base64Bytes,
-    Base64Encoder,
-    Base64UrlBytes,
     BaseModel,
-    ClickHouseDsn,
-    CockroachDsn,
     ConfigDict,
     Discriminator,
     EmailStr,
-    EncodedBytes,
-    FailFast,
     Field,
     FileUrl,
-    FiniteFloat,
-    FtpUrl,
     HttpUrl,
     IPvAnyAddress,
-    IPvAnyInterface,
-    IPvAnyNetwork,
     Json,
     JsonValue,
-    KafkaDsn,
-    MariaDBDsn,
     MongoDsn,
-    MySQLDsn,
     NaiveDatetime,
-    NatsDsn,
-    NegativeFloat,
     NegativeInt,
     NonNegativeFloat,
-    NonNegativeInt,
-    NonPositiveFloat,
-    NonPositiveInt,
     OnErrorOmit,
-    PositiveFloat,
     PositiveInt,
     PostgresDsn,
     RedisDsn,
     RootModel,
-    Secret,
-    SecretBytes,
     SecretStr,
-    SnowflakeDsn,
-    StrictBool,
-    StrictBytes,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
     StringConstraints,
     Tag,
     TypeAdapter,
     UrlConstraints,
     ValidationError,
-    WebsocketUrl,
     computed_field,
-    conbytes,
     condecimal,
-    confloat,
-    confrozenset,
     conint,
     conlist,
     conset,
@@ -150,17 +106,8 @@ class Dog(BaseModel):
     good: bool
 
 
-class Shade(enum.StrEnum):
-    LIGHT, DARK = "light", "dark"
-
-
 class Mode(enum.IntFlag):
     READ, WRITE = 1, 2
-
-
-class Partial(TypedDict):
-    a: Required[int]
-    b: NotRequired[str]
 
 
 class Base(BaseModel):
@@ -187,7 +134,6 @@ def kind_of(value: Any) -> str:
 
 
 Name = NewType("Name", str)
-Corner = namedtuple("Corner", "x y")
 
 
 class Box(BaseModel, Generic[T]):
@@ -235,23 +181,8 @@ SCALARS: dict[str, tuple[Any, list[Any]]] = {
     "bool": (bool, [True, False]),
     "str": (str, ["", "a\n\"\\é\u2028"]),
     "bytes": (bytes, [b"", b"ab\x00"]),
-    "strict int": (StrictInt, [1]),
-    "strict str": (StrictStr, ["a"]),
-    "strict bool": (StrictBool, [True]),
     "positive": (PositiveInt, [1, 99]),
-    "negative": (NegativeInt, [-1, -99]),
     "not negative": (NonNegativeFloat, [0.0, 0.25, 3.0]),
-    "finite": (FiniteFloat, [1.5]),
-    "positive float": (PositiveFloat, [0.1, 5.0]),
-    "negative float": (NegativeFloat, [-0.1]),
-    "not positive float": (NonPositiveFloat, [-2.5, 0.0]),
-    "not negative int": (NonNegativeInt, [0, 7]),
-    "not positive int": (NonPositiveInt, [0, -7]),
-    "strict float": (StrictFloat, [1.5]),
-    "strict bytes": (StrictBytes, [b"a"]),
-    "short bytes": (conbytes(max_length=4), [b"abcd"]),
-    "bounded float": (confloat(gt=0, lt=1), [0.5]),
-    "no infinity": (Annotated[float, AllowInfNan(False)], [2.5]),
     "bounded": (conint(ge=-3, lt=12), [-3, 11]),
     "interval": (Annotated[float, Field(ge=-1, le=2.5)], [0.4911332491307197, 2.5, -0.999]),
     "even": (conint(multiple_of=2), [0, 4, -2]),
@@ -261,8 +192,6 @@ SCALARS: dict[str, tuple[Any, list[Any]]] = {
     "pattern": (constr(pattern="^[a-z]{2,4}$"), ["ab", "abcd"]),
     "short": (constr(min_length=1, max_length=3), ["a", "éé\n"]),
     "secret": (SecretStr, []),
-    "secret bytes": (SecretBytes, []),
-    "secret date": (Secret[dt.date], []),
     "stripped": (
         Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, max_length=6)],
         ["abc"],
@@ -284,35 +213,15 @@ SCALARS: dict[str, tuple[Any, list[Any]]] = {
          dt.timedelta(0), dt.timedelta(hours=2, minutes=3, microseconds=7)],
     ),
     "uuid": (uuid.UUID, [uuid.UUID(int=0), uuid.uuid4()]),
-    "uuid1": (UUID1, [uuid.uuid1()]),
-    "uuid3": (UUID3, [uuid.uuid3(uuid.NAMESPACE_DNS, "a")]),
     "uuid4": (UUID4, [uuid.uuid4()]),
-    "uuid5": (UUID5, [uuid.uuid5(uuid.NAMESPACE_DNS, "a")]),
-    "uuid6": (UUID6, ["1ec9414c-232a-6b00-b3c8-9f6bdeced846"]),
-    "uuid7": (UUID7, ["017f22e2-79b0-7cc3-98c4-dc0c0c07398f"]),
-    "uuid8": (UUID8, ["2489e9ad-2ee2-8e00-8ec9-32d5f69181c0"]),
     "base64": (Base64Bytes, [b"YWI="]),
-    "base64 url": (Base64UrlBytes, [b"YWI="]),
-    "encoded": (Annotated[bytes, EncodedBytes(encoder=Base64Encoder)], [b"YWI="]),
     "any url": (AnyUrl, ["https://a.example/b?c=d#e", "mailto:a@b.example", "s3://bucket/k"]),
     "http": (HttpUrl, ["http://u:p@a-b.example:8080/x%20y", "https://10.0.0.1"]),
-    "any http": (AnyHttpUrl, ["http://localhost/"]),
-    "any websocket": (WebsocketUrl, ["ws://a.example/x"]),
-    "cockroach": (CockroachDsn, ["cockroachdb://u:p@h:26257/db"]),
-    "amqp": (AmqpDsn, ["amqp://u:p@h:5672/v"]),
     "mongo": (MongoDsn, ["mongodb://h1:27017,h2:27018/db"]),
-    "kafka": (KafkaDsn, ["kafka://localhost:9092"]),
-    "nats": (NatsDsn, ["nats://localhost:4222"]),
-    "mysql": (MySQLDsn, ["mysql://u:p@h:3306/db"]),
-    "mariadb": (MariaDBDsn, ["mariadb://u:p@h:3306/db"]),
-    "clickhouse": (ClickHouseDsn, ["clickhouse+http://u:p@h:8123/db"]),
-    "snowflake": (SnowflakeDsn, ["snowflake://u:p@account/db"]),
     "url with bounds": (
         Annotated[AnyUrl, UrlConstraints(allowed_schemes=["https"])],
         ["https://a.example/"],
     ),
-    "websocket": (AnyWebsocketUrl, ["wss://a.example/x"]),
-    "ftp": (FtpUrl, ["ftp://a.example/x"]),
     "file": (FileUrl, ["file:///a/b%20c"]),
     "postgres": (PostgresDsn, ["postgresql://u:p@h1:5432,h2:5433/db"]),
     "redis": (RedisDsn, ["redis://localhost:6379/0"]),
@@ -321,14 +230,10 @@ SCALARS: dict[str, tuple[Any, list[Any]]] = {
     "ipv4 network": (ipaddress.IPv4Network, ["10.0.0.128/25", "0.0.0.0/0"]),
     "ipv6 network": (ipaddress.IPv6Network, ["2001:db8::/32", "::/0"]),
     "ipv4 interface": (ipaddress.IPv4Interface, ["10.0.0.1/8"]),
-    "ipv6 interface": (ipaddress.IPv6Interface, ["::1/64"]),
     "any ip": (IPvAnyAddress, ["10.0.0.1", "::1"]),
-    "any interface": (IPvAnyInterface, ["10.0.0.1/8"]),
-    "any network": (IPvAnyNetwork, ["10.0.0.0/8"]),
     "path": (pathlib.Path, [pathlib.Path("/a/b")]),
     "enum": (Color, [Color.RED]),
     "int enum": (Level, [Level.HIGH]),
-    "text enum": (Shade, [Shade.DARK]),
     "flag": (Mode, [Mode.READ]),
     "literal": (Literal["a", 1, None], ["a", 1, None]),
 }  # fmt: skip
@@ -348,7 +253,6 @@ WHOLE: dict[str, tuple[Any, list[Any]]] = {
     "named tuple": (Pair, [Pair(1, "a")]),
     "recursive alias": (Ints, [[1, [2, []]]]),
     "tuple": (tuple[int, str], [(1, "a")]),
-    "variadic": (tuple[int, ...], [(1, 2)]),
     "enum keys": (dict[Color, int], [{Color.RED: 1}]),
     "uuid keys": (dict[uuid.UUID, bool], [{uuid.UUID(int=1): True}]),
     "bounded list": (conlist(bool, min_length=1, max_length=3), [[True]]),
@@ -357,19 +261,10 @@ WHOLE: dict[str, tuple[Any, list[Any]]] = {
     "set of tuples": (set[tuple[int, Literal["a", "b"]]], [{(1, "a"), (1, "b")}]),
     "any": (Any, [[1, {"a": None}]]),
     "json value": (JsonValue, [{"a": [1, None, "x"]}]),
-    "bounded frozen set": (confrozenset(int, max_length=3), [{1, 2}]),
-    "deque": (deque[int], [[1, 2]]),
-    "sequence": (Sequence[bool], [[True]]),
     "mapping": (Mapping[str, int], [{"a": 1}]),
-    "default dict": (defaultdict[str, list[int]], [{"a": [1]}]),
-    "ordered dict": (OrderedDict[str, int], [{"a": 1}]),
     "counter": (Counter[str], [{"a": 1}]),
-    "named fields": (Corner, [(1, 2)]),
-    "required keys": (Partial, [{"a": 1}, {"a": 1, "b": "x"}]),
-    "derived": (Derived, []),
     "camel": (Filled, [Filled(firstName="ab")]),
     "omitted": (list[OnErrorOmit[int]], [[1]]),
-    "fails fast": (Annotated[list[int], FailFast()], [[1, 2]]),
     "tagged": (
         Annotated[
             Annotated[int, Tag("int")] | Annotated[list[int], Tag("list")],
@@ -378,41 +273,16 @@ WHOLE: dict[str, tuple[Any, list[Any]]] = {
         [1, [2]],
     ),
     "int keys": (dict[int, bool], [{1: True, 0: False, -12: True}]),
-    "positive keys": (dict[PositiveInt, bool], [{1: True}]),
-    "not negative keys": (dict[NonNegativeInt, bool], [{0: True}]),
     "negative keys": (dict[NegativeInt, bool], [{-1: True}]),
-    "not positive keys": (dict[NonPositiveInt, bool], [{-1: True, 0: True}]),
     "float keys": (dict[float, int], [{1.5: 1, 1e22: 2, -1e-7: 3}]),
     "bool keys": (dict[bool, int], [{True: 1}]),
     "pattern keys": (dict[constr(pattern="^[a-c]+$"), Any], [{"abc": 1}]),
     "datetime keys": (dict[dt.datetime, bool], [{dt.datetime(2020, 1, 1, tzinfo=UTC): True}]),
     "duration keys": (dict[dt.timedelta, int], [{dt.timedelta(days=1): 1}]),
     "date keys": (dict[dt.date, int], [{dt.date(2024, 2, 29): 1}]),
-    "optional model": (Point | None, [None, Point(x=1)]),
-    "models by name": (dict[str, Point], [{"a": Point(x=1)}]),
     "union": (int | str | None, [1, "a", None]),
 }  # fmt: skip
-WRAPPERS = {
-    "list": (lambda t: list[t], lambda values: values),
-    "tuple": (lambda t: tuple[t, bool], lambda values: (values[0], True)),
-    "names": (lambda t: dict[str, t], lambda values: {f"k{i}": v for i, v in enumerate(values)}),
-    "maybe": (lambda t: t | None, lambda values: values[0]),
-    "box": (lambda t: Box[t], lambda values: Box(inside=values[0])),
-}  # type: ignore[valid-type]
-
-
-def every() -> dict[str, tuple[Any, list[Any]]]:
-    """All types: written ones, and each scalar in each wrapper."""
-    found = SCALARS | WHOLE
-    for (name, (kind, values)), (around, (wrap, fill)) in itertools.product(
-        SCALARS.items(), WRAPPERS.items()
-    ):
-        if around != "maybe" or name not in ("secret", "literal"):
-            found[f"{around} of {name}"] = (wrap(kind), [fill(values)] if values else [])
-    return found
-
-
-ALL = every()
+ALL = SCALARS | WHOLE
 
 
 @cache
@@ -441,32 +311,18 @@ def walk(matcher: Matcher, rng: random.Random, soft: int) -> str:
         text.append(byte)
 
 
-def check(name: str, walks: int) -> None:
+@pytest.mark.parametrize("name", ALL)
+def test_texts_parse_and_dumps_are_allowed(name: str) -> None:
     kind, values = ALL[name]
     adapter, made = TypeAdapter(kind), compiler().compile(Grammar.json_schema(kind))
     rng = random.Random(name)
-    for soft in [0, 8, 30, 60][:walks]:
+    for soft in (0, 8):
         text = walk(made.matcher(), rng, soft)
         adapter.validate_json(text)
     for value in values:
         # Types that take texts are given as texts.
         dumped = adapter.dump_json(adapter.validate_python(value), by_alias=True)
         assert takes(made, dumped), dumped
-
-
-@pytest.mark.parametrize("name", [*WHOLE, *SCALARS])
-def test_texts_parse_and_dumps_are_allowed(name: str) -> None:
-    check(name, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-def test_all_types_parse_and_dump(name: str) -> None:
-    check(name, 4)
-
-
-def test_there_are_some_hundred_types() -> None:
-    assert len(ALL) >= 300
 
 
 MAIL = Annotated[str, Field(json_schema_extra={"format": "email"})]

@@ -104,16 +104,9 @@ def test_a_key_that_attention_may_not_read_is_a_canary(interpreter: ProcessPoolE
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["move_kv", "causal_attention"])
-def test_a_kernel_touches_its_arguments_alone(name: str, checked: ProcessPoolExecutor) -> None:
-    checked.submit(run_case, name, 3, "cpu").result()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
 def test_every_kernel_touches_its_arguments_alone(name: str, checked: ProcessPoolExecutor) -> None:
-    checked.submit(run_case, name, 4, "cpu").result()
+    checked.submit(run_case, name, 3, "cpu").result()
 
 
 @gpu
@@ -133,8 +126,8 @@ def test_kernel_on_the_gpu(name: str) -> None:
 @needs_cuda
 def test_kernels_on_the_gpu_neither_wait_nor_leave_a_graph() -> None:
     """Each operation's capture in a CUDA graph replays to what it computed outside, unwaited."""
+    from bench.gpu import tensors
     from bench.kernel_work import Draw, works
-    from bench.kernels import tensors
     from overlap_spec.kernels.dispatch import use
 
     for work in works(Draw(torch.device("cuda"), torch.bfloat16, 1), (2,)):

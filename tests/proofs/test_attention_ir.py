@@ -2,18 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from bench.kernel_work import Work, attention, latents
+from bench.kernel_work import Draw, Work, attention, latents, ragged
 from overlap_spec.kernels import tuning
-from tests.support.attention_figures import CAPABILITIES, HALF, HEAD_DIMS, compiled, rows, works
-from tests.support.kernel_ir import KIB, SHARED_BYTES, Figures, noted
+from overlap_spec.kernels.tuning import Config
+from tests.support.kernel_ir import KIB, SHARED_BYTES, Figures, figures, noted
 
 pytestmark = pytest.mark.ci
+CAPABILITIES = (80, 89, 90, 100, 120)
+HEAD_DIMS = (32, 64, 128, 256)
+HALF = Draw(torch.device("cpu"), torch.bfloat16, 0)
+
+
+def sliding(work: Work) -> Work:
+    """The same within a window of 1024 tokens."""
+
+    def draw() -> tuple[Any, ...]:
+        return *work.draw(), 1024
+
+    return replace(work, name=f"{work.name}/sliding", draw=draw)
+
+
+def works(head_dim: int) -> dict[str, Work]:
+    """A tree's 64 rows, a larger tree's 256, a prefill's, and the draft cache's."""
+    tree = partial(attention, HALF, 1, tree=True, head_dim=head_dim)
+    found = {
+        "tree of 16": tree(16, 32768),
+        "tree of 64": tree(64, 32768),
+        "prefill": attention(HALF, 1, 2048, 6144, head_dim=head_dim),
+        "draft": tree(8, 4096, first=1),
+    }
+    if head_dim == 128:
+        found["sliding tree"] = sliding(tree(16, 32768))
+        found["sliding prefill"] = sliding(attention(HALF, 1, 2048, 6144))
+        found["ragged trees"] = ragged(HALF, (16, 3, 9), 4096, 16)
+        found["chunks"] = ragged(HALF, (1536, 300, 212), 1024)
+    return found
+
+
+def compiled(work: Work, capability: int, folder: Path, **blocks: int) -> Figures:
+    """Attention's own kernel, by the table of an architecture with ``blocks`` in place of its."""
+    table = tuning.table(f"sm_{capability}")
+    assert work.config is not None
+    entry: Config = table[work.config] | blocks
+    launches = noted(work, {**table, work.config: entry})
+    (one,) = (one for one in launches if one.kernel.__name__ == "_attend")
+    return figures(one, capability, folder)
 
 
 def check(work: Work, capability: int, folder: Path) -> Figures:
@@ -90,11 +133,3 @@ def test_shares_fill_the_device_whatever_the_tree(
     monkeypatch.setattr("bench.kernel_work.HEADS", 4 * heads)
     work = attention(HALF, 1, queries, prefix, tree=True)
     assert shares(work, 132, monkeypatch) == expected
-
-
-def test_the_figures_are_a_table() -> None:
-    """``python -m tests.support.attention_figures``, of the smallest head on one architecture."""
-    head, line, *found = rows([90], [32])
-    assert head.count("|") == line.count("|") == 8
-    assert len(found) == len(works(32))
-    assert all(row.startswith("| 32, ") and row.count("|") == 8 for row in found)

@@ -116,12 +116,6 @@ def test_tiers_are_warm_at_the_sizes_that_take_them(
     assert max(sizes) == (8 if steps == 5 else 12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", TIERS)
-def test_serving_random_requests_compiles_nothing(tiny: dict[str, str], tier: str) -> None:
-    assert late(tiny, tier, range(310, 330)) == set()
-
-
 def test_a_warm_start_leaves_no_trace(tiny: dict[str, str]) -> None:
     with chaos.build(tiny, overlap="none", num_steps=3, adaptive="static") as engine:
         runner = engine.core.worker.runner

@@ -19,7 +19,7 @@ import httpx
 import pytest
 import typer.main
 
-from bench.attack_disconnects import STAGES, disconnects
+from bench.attack_kinds import STAGES, disconnects
 from bench.served import rss_mib
 from overlap_spec import cli
 from overlap_spec.cli import app

@@ -177,40 +177,6 @@ def test_the_examples_are_answered_right(name: str, server: Server) -> None:
 
 @needs_weights
 @needs_browser
-def test_every_example_comes_out_right(page: Browser) -> None:
-    options = "[...document.getElementById('example').options].map(o => o.value)"
-    verdicts, answers = {}, {}
-    for name in page.evaluate(options):
-        select(page, "example", name)
-        run(page)
-        verdicts[name] = text(page, "verdict")
-        assert text(page, "error") == ""
-        answers[name] = text(page, "output")
-    assert list(answers) == list(EXAMPLES)
-    for name, (_, _, wanted) in EXAMPLES.items():
-        assert wanted in answers[name]
-    assert all(v.startswith(("✓", "done", "cut at")) for v in verdicts.values()), verdicts
-    assert verdicts["A person: JSON schema"].startswith("✓ whole JSON")
-    assert verdicts["A status: choice"].startswith("✓ one of the choices")
-    assert errors(page) == []
-
-
-@needs_weights
-@needs_browser
-def test_constraints_of_ones_own(page: Browser) -> None:
-    select(page, "kind", "ebnf")
-    write(page, "source", 'root ::= ("ha "){1,3} "!"')
-    run(page)
-    assert re.fullmatch(r"(ha ){1,3}!", text(page, "output"))
-    select(page, "kind", "json_object")
-    assert page.evaluate("document.getElementById('source').offsetHeight") == 0
-    run(page)
-    assert isinstance(json.loads(text(page, "parsed")), dict)
-    assert errors(page) == []
-
-
-@needs_weights
-@needs_browser
 def test_stop_aborts_the_request(page: Browser, server: Server) -> None:
     select(page, "kind", "regex")
     write(page, "source", "[a-z]{3000}")
@@ -274,67 +240,11 @@ def test_keyboard_reaches_every_control(page: Browser) -> None:
 
 @needs_weights
 @needs_browser
-@pytest.mark.parametrize("width", [360, 800])
-def test_page_fits_a_narrow_window(page: Browser, width: int) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    page.call("Emulation.setDeviceMetricsOverride", **size)
-    run(page)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    tops = "['form', 'output'].map(i => document.getElementById(i).getBoundingClientRect().top)"
-    form, output = page.evaluate(tops)
-    assert output > form + 300
-
-
-@needs_weights
-@needs_browser
 def test_the_page_shows_an_answer_before_anybody_asks(page: Browser) -> None:
     assert text(page, "verdict").startswith("✓ whole JSON")
     assert text(page, "output") == EXAMPLES["A person: JSON schema"][2]
     assert page.evaluate("document.querySelector('.about').textContent").count(".") == 1
     assert page.evaluate("window.scrollY") == 0
-
-
-@needs_weights
-@needs_browser
-def test_words_are_explained(page: Browser) -> None:
-    hints = page.evaluate(
-        "[...document.querySelectorAll('abbr')].map(a => [a.textContent, a.title])"
-    )
-    words = {"verify", "grammar", "wait", "accept length"}
-    assert {word.lower() for word, _ in hints} == words
-    assert all(len(hint) > 40 for _, hint in hints)
-    listed = page.evaluate("[...document.querySelectorAll('#words dt')].map(d => d.textContent)")
-    assert {"verify", "draft", "grammar", "wait", "accept length"} <= set(listed)
-    private = "/\\b(lane|tier|exposed|fate)\\b/i.test(document.body.innerText)"
-    assert not page.evaluate(private)
-
-
-@needs_weights
-@needs_browser
-def test_another_kind_brings_its_example_but_keeps_what_was_written(page: Browser) -> None:
-    for name, (prompt, _, _) in EXAMPLES.items():
-        select(page, "example", name)
-        kind = page.evaluate("document.getElementById('kind').value")
-        select(page, "example", "A person: JSON schema")
-        select(page, "kind", kind)
-        assert page.evaluate("document.getElementById('example').value") == name
-        assert page.evaluate("document.getElementById('prompt').value") == prompt
-    select(page, "example", "A person: JSON schema")
-    write(page, "prompt", "of my own")
-    select(page, "kind", "regex")
-    assert page.evaluate("document.getElementById('prompt').value") == "of my own"
-
-
-@needs_weights
-@needs_browser
-def test_on_a_phone_the_answer_comes_into_view(page: Browser) -> None:
-    size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
-    page.call("Emulation.setDeviceMetricsOverride", **size)
-    top = "document.getElementById('output').getBoundingClientRect().top"
-    page.evaluate("window.scrollTo(0, 0)")
-    page.wait(f"{top} > 800")
-    run(page)
-    assert 0 <= page.evaluate(top) < 400
 
 
 def copied(page: Browser, button: str) -> str:

@@ -145,13 +145,6 @@ def test_steps_are_walked_and_chosen(replay: Browser) -> None:
     assert errors(replay) == []
 
 
-def test_the_time_of_a_token_is_by_the_servers_clock(page: Browser) -> None:
-    times = spans((11, "compute", "prefill", 0, 2), (13, "compute", "verify", 12, 18))
-    answer(page, {"/v1/chat/completions": (200, stream(STEPS)), "/timeline": (200, times)})
-    # Six tokens came in the 16 ms behind the first.
-    page.wait("document.getElementById('figures').textContent.includes('Each token2.7 ms')")
-
-
 def test_each_step_has_its_times(replay: Browser) -> None:
     legend = text(replay, "replay-legend")
     for part in ("draft 2.00 ms", "verify 5.00 ms", "grammar 6.00 ms", "wait 1.00 ms"):
@@ -194,17 +187,6 @@ def test_a_replay_plays_through_and_rests_at_the_end(replay: Browser) -> None:
     assert places == sorted(places)
     assert order[0] in shown
     assert order[2] in shown
-    assert errors(replay) == []
-
-
-def test_a_replay_stops_where_it_is_paused(replay: Browser) -> None:
-    select(replay, "replay-pace", "1000")
-    click(replay, "replay-play")
-    replay.wait("document.querySelector('#tree .node.unseen, #tree .node.pending')")
-    click(replay, "replay-play")
-    assert text(replay, "replay-play").endswith("Play")
-    assert at(replay) == "step 2 of 3"
-    assert "node accepted drafted" in classes(replay, NODES)
     assert errors(replay) == []
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.baselines import ThresholdPolicy
-from bench.simulated import stopped_steps, verified_lengths
+from bench.traces import stopped_steps, verified_lengths
 from overlap_spec.speculation.acceptance import (
     Calibration,
     DepthCounts,

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 
-import numpy as np
 import pytest
 
 from bench import six_machines
-from bench.simulated import MACHINES, best_static, profiled, quick, run
 from overlap_spec.engine.budgets import Budgets
 from overlap_spec.speculation.auto import AutoPolicy
 from overlap_spec.speculation.cost import (
@@ -34,11 +31,10 @@ from overlap_spec.steps import StepPlan, StepResult
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from tests.support.policies import told, view
+from tests.support.simulated import MACHINES, best_static, profiled, quick, run
 from tests.support.tiers import few
 
 TIERS = (*(static_tier(steps, 1, None) for steps in AUTO_CHAINS), *AUTO_TREES)
-RATES = (0.1, 0.3, 0.5, 0.7, 0.85, 0.95)
-BATCHES = (1, 4, 16, 128)
 LAUNCH = static_tier(5, 1, None)
 VERIFIES = 2000
 
@@ -47,25 +43,14 @@ def make(machine: CostModel, seed: int = 1) -> AutoPolicy:
     return AutoPolicy(TIERS, LAUNCH, OnlineCost(profiled(machine, seed), PROFILE_SPREAD))
 
 
-def shares(name: str, rates: tuple[float, ...], batches: tuple[int, ...]) -> list[float]:
-    """Of the best static tier's rate, in each cell; most decisions keep the tier."""
-    found = []
-    for acceptance, batch in itertools.product(rates, batches):
-        ran = run(make(MACHINES[name]), MACHINES[name], [(acceptance, batch, VERIFIES)], batch)
-        assert ran.switches() <= VERIFIES // 10, (acceptance, batch)
-        found.append(ran.rate / best_static(TIERS, MACHINES[name], acceptance, batch)[1])
-    return found
-
-
 @pytest.mark.parametrize("name", few(sorted(MACHINES), "cpu"))
-@pytest.mark.parametrize(
-    ("rates", "batches"),
-    [((0.1, 0.5, 0.85), (1, 16)), pytest.param(RATES, BATCHES, marks=pytest.mark.slow)],
-)
-def test_near_the_best_static_tier(
-    name: str, rates: tuple[float, ...], batches: tuple[int, ...]
-) -> None:
-    found = shares(name, rates, batches)
+def test_near_the_best_static_tier(name: str) -> None:
+    """Most decisions keep the tier."""
+    machine, found = MACHINES[name], []
+    for acceptance, batch in itertools.product((0.1, 0.5, 0.85), (1, 16)):
+        ran = run(make(machine), machine, [(acceptance, batch, VERIFIES)], batch)
+        assert ran.switches() <= VERIFIES // 10, (acceptance, batch)
+        found.append(ran.rate / best_static(TIERS, machine, acceptance, batch)[1])
     assert min(found) > 0.96
     assert sum(share < 0.98 for share in found) <= 4
     assert sum(found) / len(found) > 0.98
@@ -114,26 +99,6 @@ def test_off_waits_for_a_draft_to_be_refused() -> None:
     assert off.choose(view(1)).tier == OFF
 
 
-def test_another_batch_starts_from_what_was_learnt() -> None:
-    machine = MACHINES["h100"]
-    policy = make(machine)
-    run(policy, machine, [(0.95, 1, 300)], 1)
-    best = best_static(TIERS, machine, 0.95, 2)[0]
-    assert best not in (LAUNCH, make(machine).choose(view(2)).tier)
-    assert policy.choose(view(2)).tier == best
-
-
-def test_a_family_that_rests_is_known_by_the_other() -> None:
-    """A tree in easy text, then a chain in hard text: the tree would do badly there as well."""
-    chain, tree = Tier(5, 1, 6), Tier(5, 4, 16)
-    memory = Memory((chain, tree))
-    for _ in range(30):
-        memory.add(tree, [5])
-    for _ in range(200):
-        memory.add(chain, [0])
-    assert memory.weigh()[0][1] < 0.6
-
-
 def test_a_text_that_surprises_makes_all_before_it_forgotten() -> None:
     """Once; and a single odd run in many is no surprise."""
     memory = Memory(TIERS)
@@ -147,37 +112,6 @@ def test_a_text_that_surprises_makes_all_before_it_forgotten() -> None:
     assert memory.weigh()[0][TIERS.index(LAUNCH)] < 0.8
 
 
-def test_what_is_not_drafted_is_known_less_and_less() -> None:
-    memory, chain = Memory(TIERS), TIERS.index(LAUNCH)
-    for _ in range(50):
-        memory.add(LAUNCH, [3])
-    seen = memory.weigh()[1][chain]
-    for _ in range(200):
-        memory.add(OFF, [0])
-    assert np.linalg.norm(memory.weigh()[1][chain]) > 2 * np.linalg.norm(seen)
-
-
-@pytest.mark.parametrize("acceptance", [0.5, 0.8])
-def test_a_tree_at_small_batch_on_a_cpu(acceptance: float) -> None:
-    """Of 0.75B-like costs, from the fit at start-up: top-k 4 and 16 nodes beat every chain."""
-    machine = MACHINES["cpu"]
-    best, rate = best_static(TIERS, machine, acceptance, 1)
-    assert best.top_k == 4
-    policy = AutoPolicy(TIERS, LAUNCH, OnlineCost(quick(machine, 2), STARTUP_SPREAD))
-    ran = run(policy, machine, [(acceptance, 1, 1000)], 5)
-    assert ran.rate > 0.95 * rate
-    assert sum(tier.top_k == 4 for tier in ran.tiers) > 750
-
-
-def test_off_where_drafts_do_not_pay() -> None:
-    machine = MACHINES["cpu"]
-    assert best_static(TIERS, machine, 0.1, 16)[0] == OFF
-    policy = make(machine)
-    ran = run(policy, machine, [(0.1, 16, 1000)], 1)
-    assert sum(tier == OFF for tier in ran.tiers) > 900
-    assert policy.snapshot()["probe_share"] < 0.02
-
-
 def test_follows_text_and_batch() -> None:
     """Easy, hard, easy, each at batch 1, 16 and 1, as many tokens of each."""
     machine = MACHINES["cpu"]
@@ -187,17 +121,6 @@ def test_follows_text_and_batch() -> None:
         assert took < 0.95 * sum(run(StaticPolicy(tier), machine, phases, 3).phase_ms)
     ideal = sum(1e3 / best_static(TIERS, machine, a, b)[1] for a, b, _ in phases)
     assert took < 1.08 * ideal
-
-
-def test_a_machine_whose_load_changes() -> None:
-    """Twice as slow and back, in waves: no reason to switch often."""
-    machine = MACHINES["a100"]
-    ran = run(
-        make(machine), machine, [(0.7, 1, VERIFIES)], 4,
-        load=lambda n: 1.5 + 0.5 * math.sin(n / 40),
-    )  # fmt: skip
-    assert ran.switches() <= VERIFIES // 10
-    assert ran.rate > 0.95 * best_static(TIERS, machine, 0.7, 1)[1]
 
 
 @pytest.mark.parametrize("name", sorted(MACHINES))

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.simulated import MACHINES, profiled
 from overlap_spec.engine.cost_model import fit_times, startup_fit, tier_points
 from overlap_spec.speculation.cost import (
     ASSUMED,
@@ -30,6 +29,7 @@ from overlap_spec.speculation.cost import (
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.pass_times import PassTimes, Point
+from tests.support.simulated import MACHINES
 
 MODEL = CostModel(
     verify=10.0, verify_node=0.5, verify_context=0.01,
@@ -75,15 +75,6 @@ def test_fit_finds_the_lines_and_the_knee() -> None:
     assert found.worst_error == pytest.approx(0, abs=1e-9)
 
 
-def test_fit_of_a_straight_line_has_no_knee() -> None:
-    rng = random.Random(1)
-    verifies = [VerifyTime(n, 0, (5 + n) * rng.lognormvariate(0, 0.02)) for n in range(1, 64, 3)]
-    found = fit(verifies, [], "x")
-    assert found.knee_nodes == 0
-    assert found.verify_node == pytest.approx(1, rel=0.05)
-    assert 0.003 < (found.error or 0) < 0.03
-
-
 def test_fit_of_a_single_pass() -> None:
     """What it cannot tell is as assumed, in its unit."""
     found = fit([VerifyTime(4, 0, 8.0)], [], "x")
@@ -92,16 +83,6 @@ def test_fit_of_a_single_pass() -> None:
     assert found.verify_node == pytest.approx(unit * ASSUMED.verify_node)
     assert found.verify_context == pytest.approx(unit * ASSUMED.verify_context)
     assert found.draft == pytest.approx(unit * ASSUMED.draft)
-
-
-@pytest.mark.parametrize("name", sorted(MACHINES))
-def test_a_profile_foretells_steps(name: str) -> None:
-    machine = MACHINES[name]
-    found = profiled(machine, 3)
-    for batch in (1, 8, 64):
-        for budget in (OFF, CHAIN, TREE):
-            shape = shape_of(budget, batch, 512 * batch)
-            assert found.step_ms(shape) == pytest.approx(machine.step_ms(shape), rel=0.1)
 
 
 # Online
@@ -177,14 +158,6 @@ def test_a_ratio_that_nothing_explains_is_the_load() -> None:
     assert ratio(cost, CHAIN, OFF) == pytest.approx(before, rel=0.1)
 
 
-def test_single_slow_steps_and_the_first_of_a_kind_do_not_count() -> None:
-    cost, plain = OnlineCost(MODEL, 0.1), MODEL.step_ms(shape_of(CHAIN, 1, 100))
-    cost.observe(shape_of(CHAIN, 1, 100), CHAIN, 50 * plain)
-    for n in range(40):
-        cost.observe(shape_of(CHAIN, 1, 100), CHAIN, plain * (20 if n % 4 == 1 else 1))
-    assert cost.step_ms(shape_of(CHAIN, 1, 100), CHAIN) == pytest.approx(plain, rel=0.03)
-
-
 def test_nothing_known_is_learnt() -> None:
     """From coefficients in no unit to a machine's, out of three tiers at two batches."""
     machine, rng = MACHINES["cpu"], random.Random(2)
@@ -246,13 +219,6 @@ def test_a_broken_profile_is_passed_over(caplog: pytest.LogCaptureFixture, text:
     path.write_text(text)
     assert load_profile({}) is None
     assert "run overlap-spec profile again" in caplog.text
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_negative_coefficient_is_no_profile() -> None:
-    path = save_profile({}, MODEL)
-    path.write_text(path.read_text().replace('"verify": 10.0', '"verify": -1.0'))
-    assert load_profile({}) is None
 
 
 def test_what_is_measured_of_recorded_tiers() -> None:

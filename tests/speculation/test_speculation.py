@@ -107,11 +107,6 @@ def test_defaults_decide_at_verify_15_then_every_5() -> None:
     assert feed(policy, 1, 0, 9) == [3] * 8 + [1]
 
 
-def test_moves_several_tiers_at_one_decision() -> None:
-    assert walk(sharp(1, 3, 7, start=7), [0]) == [1]
-    assert walk(sharp(1, 3, 7, start=1, up_hysteresis=-3.0), [1]) == [7]
-
-
 # Thresholds: down at <= previous - 0.5 + down, up at > current - 0.5 + up.
 
 
@@ -132,13 +127,6 @@ def test_default_thresholds(start: int, accepted: list[int], after: int) -> None
     assert walk(sharp(1, 3, 7, start=start), accepted) == [after]
 
 
-def test_hysteresis_moves_the_thresholds() -> None:
-    up = {"up_hysteresis": 0.25}
-    assert walk(sharp(1, 3, start=1, **up), [1, 1, 1, 0], [1, 1, 1, 1]) == [1, 3]
-    down = {"down_hysteresis": 0.5}
-    assert walk(sharp(1, 3, start=3, **down), [2, 1, 1, 1], [1]) == [3, 1]
-
-
 # The ceiling: max(1, ceil(ema · coeff)), never on a move up.
 
 
@@ -146,12 +134,6 @@ def test_ceiling_caps_a_tier_that_stays() -> None:
     assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=2.0), [3, 3]) == [3]  # ceiling 6
     assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=2.0), [3, 4]) == [7]  # ceiling 7
     assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=1.0), [0]) == [1]  # ceiling at least 1
-
-
-def test_ceiling_caps_a_move_down_further() -> None:
-    """2.0 moves 7 to 3; ceil(2.0 · 1.2) = 3 keeps it there, ceil(2.0 · 1.0) = 2 does not."""
-    assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=1.2), [2]) == [3]
-    assert walk(sharp(1, 3, 7, start=7, ceiling_coeff=1.0), [2]) == [1]
 
 
 def test_ceiling_does_not_stop_a_move_up_and_so_bounces() -> None:
@@ -170,17 +152,6 @@ def test_off_is_entered_at_half_and_left_by_a_probe_at_the_next_decision() -> No
     assert (slot["ema"], slot["switches"], slot["count"]) == (0.0, 4, 30)
 
 
-def test_off_threshold() -> None:
-    assert walk(sharp(0, 1, 3, start=1, down_hysteresis=0.0), [1, 0]) == [0]  # 0.5 <= 0.5
-    assert walk(sharp(0, 1, 3, start=1), [1, 0], [1, 0, 0, 0]) == [1, 0]  # 0.25 <= 0.5 - 0.25
-
-
-def test_off_leaves_the_ema_alone_and_counts() -> None:
-    slot = sharp(0, 3, start=3, down_hysteresis=0.0, update_interval=2, warmup_batches=1)
-    assert walk(slot, [3], [0], [0], [0], [0]) == [3, 3, 0, 0, 3]
-    assert (slot.ema, slot.count) == (0.0, 5)
-
-
 def test_a_slot_that_starts_off_probes_with_a_neutral_ema() -> None:
     slot = sharp(0, 3, start=0)
     assert slot.ema == -1.0
@@ -197,28 +168,11 @@ def test_a_slot_with_nothing_but_off_stays() -> None:
 # Late results.
 
 
-def test_late_results_move_the_ema_whatever_is_active() -> None:
-    slot = sharp(1, 3, 7, start=7, ema_alpha=0.5, update_interval=100)
-    slot.observe(7, [6])
-    slot.steps = 3
-    slot.observe(7, [4])
-    assert slot.ema == 5.0
-
-
 def test_late_result_that_drafted_counts_when_off_by_now() -> None:
     slot = sharp(0, 1, start=1, ema_alpha=0.5, down_hysteresis=0.0, update_interval=2)
     assert walk(slot, [0], [0]) == [1, 0]
     slot.observe(1, [1])  # its step was drafted before the switch
     assert (slot.steps, slot.ema) == (0, 0.5)
-
-
-def test_late_result_of_off_is_only_a_batch_when_probing_by_now() -> None:
-    slot = sharp(0, 1, start=0, update_interval=2)
-    slot.observe(0, [0])
-    slot.observe(0, [0])
-    assert (slot.steps, slot.ema) == (1, 0.0)
-    slot.observe(0, [0])
-    assert (slot.steps, slot.ema, slot.count) == (1, 0.0, 3)
 
 
 def test_empty_and_foreign_results_are_passed_over() -> None:
@@ -247,13 +201,6 @@ def test_slots_are_lower_bounds_and_independent() -> None:
     ]
     counts = {bound: slot["count"] for bound, slot in slots_of(policy).items()}
     assert counts == {1: 100, 8: 0, 32: 0}
-
-
-def test_batches_below_the_first_slot_use_it(tmp_path: Path) -> None:
-    path = tmp_path / "late.json"
-    path.write_text('{"4": {"candidate_steps": [2]}, "16": {"candidate_steps": [1]}}')
-    policy = load_policy(str(path), 3, 1, None)
-    assert [policy.choose(view(size)).tier.steps for size in (1, 4, 15, 16)] == [2, 2, 2, 1]
 
 
 # Slot: candidate steps, and what is not SGLang's default of a slot.
@@ -298,17 +245,6 @@ def test_every_parameter_of_every_preset() -> None:
         spelled = load_policy(name.upper().replace("_", "-"), 3, 1, 4)
         told = {bound: slot["candidate_steps"] for bound, slot in slots_of(spelled).items()}
         assert told == {bound: list(steps) for bound, (steps, _) in PUBLISHED[name].items()}
-
-
-def test_the_default_preset_leaves_three_steps_at_batch_8_as_published() -> None:
-    """0.375 accepted a verify: from 2.0 the mean is 0.43 at verify 15, below 1 - 0.5 + 0."""
-    policy = load_policy("default", 3, 1, None)
-    steps = []
-    for _ in range(16):
-        tier = policy.choose(view(8)).tier
-        steps.append(tier.steps)
-        policy.observe(told(8, tier, [1, 1, 1, 0, 0, 0, 0, 0]))
-    assert steps == [3] * 15 + [1]
 
 
 @pytest.mark.parametrize("setting", ["num_steps", "eagle_topk", "num_draft_tokens"])
@@ -364,17 +300,6 @@ def test_snapshot_is_plain_and_has_one_shape(name: str) -> None:
         ]  # fmt: skip
 
 
-def test_snapshot_figures() -> None:
-    policy = load_policy("default", 3, 1, None)
-    feed(policy, 2, 3, 20)
-    data = policy.snapshot()
-    assert (data["count"], data["switches"]) == (20, 1)
-    first = data["slots"][0]
-    assert (first["steps"], first["nodes"], first["switches"]) == (7, 8, 1)
-    # 15 verifies of 3 and then 5 of 3 again, from 2.0.
-    assert first["ema"] == pytest.approx(3 - 0.8**20)
-
-
 # Config files.
 
 
@@ -400,17 +325,6 @@ def test_the_published_file_loads(tmp_path: Path) -> None:
     assert policy.tiers == (chain(1), chain(3), chain(5))
 
 
-def test_a_slot_overrides_what_stands_beside_it(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(
-        '{"up_hysteresis": 0.5, "1": {"candidate_steps": [1]},'
-        ' "2": {"candidate_steps": [0], "up_hysteresis": 0.1, "ema_alpha": 1}}'
-    )
-    slots = read_config(str(path))
-    assert [slot.up_hysteresis for slot in slots.values()] == [0.5, 0.1]
-    assert [slot.ema_alpha for slot in slots.values()] == [0.2, 1]
-
-
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -420,28 +334,18 @@ def test_a_slot_overrides_what_stands_beside_it(tmp_path: Path) -> None:
         ('{"ema_alpha": 0.2}', "no slot"),
         ('{"ema": 1, "1": {"candidate_steps": [1]}}', "'ema'"),
         ('{"one": {"candidate_steps": [1]}}', "'one'"),
-        ('{"-1": {"candidate_steps": [1]}}', "'-1'"),
-        ('{"0": {"candidate_steps": [1]}}', "'0'"),
         ('{"01": {"candidate_steps": [1]}}', "'01'"),
         ('{"1": {"candidate_steps": [1]}, "1": {"candidate_steps": [3]}}', "'1' stands twice"),
         ('{"candidate_steps": [1, 3]}', "candidate_steps"),
         ('{"1": [1, 3]}', "slot '1'"),
         ('{"1": {}}', "slot '1': candidate_steps is missing"),
         ('{"1": {"candidate_steps": []}}', "slot '1': candidate_steps"),
-        ('{"1": {"candidate_steps": 3}}', "slot '1': candidate_steps"),
         ('{"1": {"candidate_steps": [1, -1]}}', "slot '1': candidate_steps"),
-        ('{"1": {"candidate_steps": [1.0]}}', "slot '1': candidate_steps"),
-        ('{"1": {"candidate_steps": [true]}}', "slot '1': candidate_steps"),
         ('{"8": {"candidate_steps": [1], "up": 1}}', "slot '8': unknown key 'up'"),
-        ('{"8": {"candidate_steps": [1], "up_hysteresis": "1"}}', "slot '8': up_hysteresis"),
-        ('{"8": {"candidate_steps": [1], "down_hysteresis": NaN}}', "slot '8': down_hysteresis"),
         ('{"8": {"candidate_steps": [1], "down_hysteresis": 1e999}}', "slot '8': down_hysteresis"),
         ('{"8": {"candidate_steps": [1], "ceiling_coeff": -1}}', "slot '8': ceiling_coeff"),
         ('{"ema_alpha": 0, "1": {"candidate_steps": [1]}}', "ema_alpha"),
-        ('{"ema_alpha": 1.5, "1": {"candidate_steps": [1]}}', "ema_alpha"),
         ('{"update_interval": 0, "1": {"candidate_steps": [1]}}', "update_interval"),
-        ('{"update_interval": 2.5, "1": {"candidate_steps": [1]}}', "update_interval"),
-        ('{"warmup_batches": -1, "1": {"candidate_steps": [1]}}', "warmup_batches"),
         ('{"warmup_batches": null, "1": {"candidate_steps": [1]}}', "warmup_batches"),
     ],
 )

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 from overlap_spec import Engine, Grammar, SamplingParams
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.errors import ConfigError, EngineUnavailable
+from overlap_spec.parallel import group
 from overlap_spec.worker.messages import (
     decode_calls,
     decode_spans,
@@ -34,6 +37,14 @@ from tests.support.serving import wait_for
 # Several processes that load: a busy machine may take long.
 pytestmark = pytest.mark.timeout(900)
 DATE = Grammar.regex(r"\d{4}-\d\d-\d\d")
+TREE: dict[str, Any] = {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "row": {"algorithm": "slots,suffix,eagle3"},
+    "draft-model": {"algorithm": "draft_model", "draft": "target", **TREE},
+    "adaptive": {"adaptive": "default", **TREE},
+    "tries": {"tries": True, "num_steps": 3},
+    "serial": {"overlap": "none", "num_steps": 3},
+}
 
 
 def rank_1_is_in_the_timeline(engine: Engine) -> None:
@@ -208,3 +219,73 @@ def test_a_number_of_ranks_that_does_not_fit_is_told_before_any_starts(
     for size, told in ((3, "num_attention_heads, 4"), (0, "an integer >= 1")):
         with pytest.raises(ConfigError, match=told):
             build(tiny, tensor_parallel_size=size)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: dict[str, str]) -> Iterator[Engine]:
+    with build(
+        tiny, overlap="none", algorithm="none", mask_deadline_ms=None, graphs=False
+    ) as engine:
+        yield engine
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_setting_gives_the_text_of_one_rank(
+    tiny: dict[str, str], plain: Engine, variant: str
+) -> None:
+    settings = {**VARIANTS[variant], "mask_deadline_ms": None, "graphs": False}
+    if settings.get("draft") == "target":
+        settings["draft"] = tiny["model"]
+    with build(tiny, tensor_parallel_size=2, **settings) as engine:
+        equal(plain, engine, mixed())
+        again = [replace(ask, prompt=ask.prompt[::-1]) for ask in mixed()]
+        equal(plain, engine, again)
+
+
+@pytest.mark.ci
+def test_a_rank_that_stalls_ends_the_engine(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group, "STALL_S", 5.0)
+    engine = build(tiny, tensor_parallel_size=2, graphs=False)
+    engine.generate("abc", None, {"max_tokens": 2})
+    (pid,) = pids(engine)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineUnavailable, match="rank 0 failed"):
+        engine.generate("abc", None, {"max_tokens": 20})
+    engine.close()
+    assert ended([pid])
+
+
+TORCHRUN = """
+import json, sys
+from overlap_spec import Engine
+
+with Engine(**json.loads(sys.argv[1])) as engine:
+    output = engine.generate("abc", None, {"max_tokens": 12, "temperature": 0.0})
+print(json.dumps(output.token_ids))
+"""
+
+
+@pytest.mark.ci
+def test_ranks_that_torchrun_starts(tiny: dict[str, str], plain: Engine, tmp_path: Path) -> None:
+    """A script that makes an engine goes on in rank 0 alone."""
+    want = plain.generate("abc", None, {"max_tokens": 12, "temperature": 0.0})
+    (tmp_path / "script.py").write_text(TORCHRUN)
+    settings = {**tiny, "graphs": False, "context_length": 160}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ran = [
+        subprocess.run(
+            [*command, str(tmp_path / "script.py"), json.dumps({**settings, **more})],
+            env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        for more in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 4})
+    ]
+    assert ran[0].returncode == 0, ran[0].stderr
+    assert ran[0].stdout.splitlines() == [json.dumps(want.token_ids)]
+    assert ran[1].returncode != 0
+    assert "tensor_parallel_size 4: torchrun has started 2 processes" in ran[1].stderr

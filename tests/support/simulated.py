@@ -14,10 +14,9 @@ from operator import mul
 from random import Random
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch.nn.functional import pad
 
+from bench.six_machines import FORMULAS
+from bench.traces import rates_of
 from overlap_spec.speculation.acceptance import expected
 from overlap_spec.speculation.cost import (
     CostModel,
@@ -33,32 +32,11 @@ from overlap_spec.speculation.policy import (
     StepOutcome,
     StepView,
 )
-from overlap_spec.tiers import Budget, DraftStop, Tier
-from overlap_spec.worker.draft_stop import kept, stops
+from overlap_spec.tiers import Budget, Tier
 
-# In milliseconds: a 0.75B model on two CPU cores; an 8B model in bfloat16 with an EAGLE-3 head on
-# an A100 and on an H100, which leave the memory-bound regime near 150 and 300 rows.
-MACHINES: dict[str, CostModel] = {
-    "cpu": CostModel(
-        verify=52.0, verify_node=0.9, verify_context=2e-3,
-        draft=3.0, draft_branch=0.35, draft_context=2e-4,
-        knee_nodes=16, knee_node=2.6,
-    ),
-    "a100": CostModel(
-        verify=10.5, verify_node=0.006, verify_context=9e-5,
-        draft=0.55, draft_branch=0.0006, draft_context=3e-6,
-        knee_nodes=150, knee_node=0.055,
-    ),
-    "h100": CostModel(
-        verify=6.0, verify_node=0.003, verify_context=5e-5,
-        draft=0.4, draft_branch=0.0003, draft_context=2e-6,
-        knee_nodes=300, knee_node=0.022,
-    ),
-}  # fmt: skip
+MACHINES = FORMULAS
 NODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 QUICK_BATCHES, QUICK_STEPS = (1, 2, 3, 4, 8, 16), 5
-# Independent children that a tree's four are worth, by depth: the node budget runs out.
-CHILDREN = (2.1, 1.9, 1.7, 1.4, 1.2, 1.1, 1.0)
 
 
 @dataclass
@@ -85,13 +63,6 @@ class Ran:
         """Changes of the tier from verify ``start`` on."""
         chosen = self.tiers[start:]
         return sum(a != b for a, b in pairwise(chosen))
-
-
-def rates_of(acceptance: float, tier: Tier) -> tuple[float, ...]:
-    """Conditional acceptance by depth of a tier."""
-    if tier.top_k == 1:
-        return (acceptance,) * tier.steps
-    return tuple(1 - (1 - acceptance) ** CHILDREN[d] for d in range(tier.steps))
 
 
 @cache
@@ -139,32 +110,6 @@ def run(
             policy.observe(StepOutcome(view, budget, requests, step_ms, batch * tier.nodes))
         ran.phase_ms.append((ran.ms - ms) / (ran.tokens - tokens))
     return ran
-
-
-def stopped_steps(stop: DraftStop, confidences: NDArray[np.float64]) -> int:
-    """How many drafts a step makes until its stop ends them, as the device asks it.
-
-    Args:
-        confidences: ``(trees, n)``: what the drafter would say of each further draft.
-    """
-    scores = torch.from_numpy(confidences).float().log()
-    expected, curves = torch.from_numpy(stop.expected), torch.from_numpy(stop.curves)
-    costs, most = list(stop.costs_ms), min(len(stop.costs_ms) - 1, scores.shape[1])
-    asked = (n for n in range(1, most) if costs[n] > 0)
-    return next((n for n in asked if stops(scores[:, :n], expected, curves, costs)), most)
-
-
-def verified_lengths(stop: DraftStop, confidences: NDArray[np.float64]) -> list[int]:
-    """How many drafts of each chain ``(trees, steps)`` the stop leaves to be verified."""
-    trees, steps = confidences.shape
-    scores = torch.from_numpy(confidences).float().log()
-    found = kept(pad(scores.cumsum(1), (1, 0)), stop)
-    if found is None:
-        return [steps] * trees
-    count, worth = found
-    best = worth[:, 1:].flatten().sort(descending=True, stable=True).indices[: count - trees]
-    lengths: list[int] = np.bincount(best.numpy() // steps, minlength=trees).tolist()
-    return lengths
 
 
 def best_static(

@@ -1,4 +1,5 @@
-"""Sorts the keys of an instance in the order of its schema.
+"""Inputs of maskbench: a file's schemas, instances in the key order of their schema, and a
+vocabulary.
 
 A grammar writes members in schema order; an instance may have any order. The order is derived from
 the schema alone: an object's own `properties` first, then those of combined schemas that are valid
@@ -7,18 +8,65 @@ for the instance, then required names, then the rest in the instance's order.
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from jsonschema import validators
 from jsonschema.exceptions import ValidationError
 from referencing.exceptions import Unresolvable
+from tokenizers import Tokenizer
 
+from bench.padded_tokenizer import pad_tokenizer
+from bench.workloads import OWN_SCHEMAS
+from overlap_spec.config import EMBEDDED
 from overlap_spec.grammar.automata.dialect import explicit
+from overlap_spec.grammar.vocabulary import Vocabulary
+from overlap_spec.models.config import read_json
 
+VOCABULARY = 131_072
 _DEEPEST = 24
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """``--data`` and ``--limit``."""
+    parser.add_argument("--data", type=Path, default=OWN_SCHEMAS, help="schemas, .jsonl")
+    parser.add_argument("--limit", type=int, metavar="N", help="only N schemas, evenly spread")
+
+
+def entries_of(options: argparse.Namespace, quick: int) -> list[dict[str, Any]]:
+    """The entries of the file that are asked for: ``quick`` of them with ``--quick``, unless
+    ``--limit`` says."""
+    lines = options.data.read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines if line]
+    limit = options.limit or (quick if options.quick else len(entries))
+    return entries[:: max(1, len(entries) // limit)][:limit]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A vocabulary, and its encoder."""
+
+    vocabulary: Vocabulary
+    encode: Callable[[str], list[int]]
+
+
+def padded_tokens(size: int, seed: int) -> Tokens:
+    """The embedded model's tokenizer padded to ``size`` tokens, which ``seed`` invents."""
+    source = EMBEDDED / "target"
+    config = read_json(source / "config.json")
+    with tempfile.TemporaryDirectory() as folder:
+        pad_tokenizer(source, Path(folder), config["vocab_size"], size, seed)
+        path = Path(folder) / "tokenizer.json"
+        library = Tokenizer.from_file(str(path))
+        vocabulary = Vocabulary.from_tokenizer_json(path, size, (config["eos_token_id"],))
+    return Tokens(vocabulary, lambda text: list(library.encode(text, add_special_tokens=False).ids))
 
 
 class Order:
