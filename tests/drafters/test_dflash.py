@@ -50,11 +50,12 @@ def test_a_block_is_one_pass_over_the_targets_features(
         prompt = engine.tokenizer.encode(PROMPT)
         drafter = engine.core.worker.runner.drafter
         ids = drafter.head.d2t + torch.arange(len(drafter.head.d2t))
-        for grammar in grammars:
+        for number, grammar in enumerate(grammars):
             seen.states.clear(), seen.drafts.clear()
             asked = {"max_tokens": 14, "temperature": 0}
             output = engine.generate(PROMPT, grammar, asked, raw=True)
             assert engine.snapshot()["drafter"]["faults"] == 0
+            assert (output.stats.cached_tokens > 0) == (number > 0)
             assert (output.stats.accepted_drafts > 5) == (grammar is not None)
             tokens = torch.tensor([*prompt, *output.token_ids])
             states = reference(tokens[None], output_hidden_states=True).hidden_states
@@ -78,6 +79,24 @@ def same_draft(draft: Any, logits: Tensor, ids: Tensor) -> None:
     best = logits.log_softmax(-1).max(-1)
     assert draft.tokens[0].tolist() == ids[best.indices].tolist()
     assert torch.allclose(draft.scores[0], best.values.cumsum(0), atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [{}, {"eagle_topk": 3, "num_draft_tokens": 10}])
+def test_recorded_passes_draft_the_same(
+    tiny: dict[str, Any], tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    """As many drafts of a few legal tokens are accepted, by five requests in one batch."""
+    write(tmp_path / "head", LAYOUTS["z-lab, sliding windows"])
+    asked = {"max_tokens": 60, "temperature": 0}
+    grammar, accepted = Grammar.regex("[abc]{40,60}"), []
+    for graphs in (False, True):
+        settings = settings_of(tiny, tmp_path / "head", graphs=graphs, **shape)
+        with Engine(**settings) as engine:
+            outputs = engine.generate([PROMPT + "!" * n for n in range(5)], [grammar] * 5, asked)
+            assert engine.snapshot()["drafter"]["faults"] == 0
+        accepted.append([output.stats.accepted_drafts for output in outputs])
+    assert accepted[0] == accepted[1]
+    assert min(accepted[0]) > 5
 
 
 def test_what_a_grammar_forbids_is_not_drafted(tiny: dict[str, Any], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from overlap_spec import Engine, Grammar, SamplingParams
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel import group
 from overlap_spec.types import Output
-from tests.support import chaos, checkpoints
+from tests.support import chaos, checkpoints, dflash
 from tests.support.chaos import ROOM, TIERS, build, outputs_equal, settings_of
 from tests.support.lossless import GREEDY, work
 from tests.support.ranks import ended, equal, mixed, pids
@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grammar": {"algorithm": "grammar", "draft": None},
     "row": {"algorithm": "slots,suffix,eagle3"},
     "draft-model": {"algorithm": "draft_model", "draft": "target", **TREE},
+    "block": {"algorithm": "dflash", "draft": "dflash", **TREE},
     "adaptive": {"adaptive": "default", **TREE},
     "by-cost": {"adaptive": "auto", "num_steps": 3},
     "packed": {"adaptive": "adaspec"},
@@ -54,11 +55,14 @@ def plain(tiny: dict[str, str]) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_setting_gives_the_text_of_one_rank(
-    tiny: dict[str, str], plain: Engine, variant: str
+    tiny: dict[str, str], plain: Engine, tmp_path: Path, variant: str
 ) -> None:
     settings = {**VARIANTS[variant], "mask_deadline_ms": None, "graphs": False}
     if settings.get("draft") == "target":
         settings["draft"] = tiny["model"]
+    if settings.get("draft") == "dflash":
+        dflash.write(tmp_path / "dflash", dflash.LAYOUTS["z-lab"])
+        settings["draft"] = str(tmp_path / "dflash")
     with build(tiny, tensor_parallel_size=2, **settings) as engine:
         equal(plain, engine, mixed())
         again = [replace(ask, prompt=ask.prompt[::-1]) for ask in mixed()]
