@@ -87,10 +87,10 @@ class EngineConfig:
     algorithm: Annotated[
         str | None,
         Help(
-            "Drafter: eagle, eagle3, parallel, draft_model, mtp, ngram, suffix, slots, grammar, "
-            "none, or package.module:Class of your own; or several in a row (suffix,eagle3), of "
-            "which each step has the one that is worth most; by default eagle3 if there is a draft "
-            "head, else slots,suffix.",
+            "Drafter: eagle, eagle3, parallel, dflash, draft_model, mtp, ngram, suffix, slots, "
+            "grammar, none, or package.module:Class of your own; or several in a row "
+            "(suffix,eagle3), of which each step has the one that is worth most; by default eagle3 "
+            "if there is a draft head, else slots,suffix.",
             ("--algorithm", "--speculative-algorithm"),
         ),
     ] = None
@@ -521,8 +521,8 @@ class EngineConfig:
 
 def drafter_names() -> tuple[str, ...]:
     """The drafters that have a file."""
-    support = {"__init__", "base", "grafts", "head_drafter", "registry", "row", "sound", "states"}
-    support |= {"text_pool", "tree_drafter"}
+    support = {"__init__", "base", "grafts", "head_drafter", "marginals", "registry", "row"}
+    support |= {"sound", "states", "text_pool", "tree_drafter"}
     return tuple(sorted(f.stem for f in DRAFTERS.glob("*.py") if f.stem not in support))
 
 

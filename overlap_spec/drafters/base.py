@@ -17,7 +17,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.states import GrammarStanding
 from overlap_spec.kernels import Noise, noise_keys
 from overlap_spec.models.config import ModelConfig
-from overlap_spec.models.decoder import Attend, Decoder
+from overlap_spec.models.decoder import Attend, Decoder, Heads
 from overlap_spec.steps import History, Int64s
 from overlap_spec.tiers import Floats, Tier
 
@@ -138,6 +138,10 @@ class Committed(ABC):
     @abstractmethod
     def attend(self, cache: DraftCache) -> Attend:
         """Attention of these tokens over what ``cache`` holds of their sequences."""
+
+    @abstractmethod
+    def store(self, cache: DraftCache, layer: int, heads: Heads) -> None:
+        """Put these tokens' keys and values of a layer into ``cache``, for later queries alone."""
 
 
 class Drafter(nn.Module, ABC):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from overlap_spec.drafters.base import DraftCache
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.models.decoder import Attend, Decoder
-from overlap_spec.models.eagle3 import Eagle3Head, feature_layers
+from overlap_spec.models.eagle3 import FusingHead, feature_layers
 
 
 class HeadDrafter(TreeDrafter):
@@ -52,12 +52,11 @@ class HeadDrafter(TreeDrafter):
 
 
 class FusingDrafter(HeadDrafter):
-    """A head of EAGLE-3's layout: it fuses features of several layers, and may have a vocabulary
-    of its own."""
+    """A head that fuses features of several layers, and may have a vocabulary of its own."""
 
-    head: Eagle3Head
+    head: FusingHead
 
-    def __init__(self, head: Eagle3Head, target: Decoder, cache: DraftCache, rows: int) -> None:
+    def __init__(self, head: FusingHead, target: Decoder, cache: DraftCache, rows: int) -> None:
         offsets = head.d2t if hasattr(head, "lm_head") else None
         super().__init__(head, target, cache, rows, head.fc.out_features, offsets)
         self.feature_layers = feature_layers(head.config, target.config)

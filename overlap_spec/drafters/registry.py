@@ -83,4 +83,6 @@ def drafter_of_folder(folder: Path) -> str:
     if "mask_hidden" in names:
         return "parallel"
     architecture = field(read_json(folder / "config.json"), "architectures")[0]
+    if architecture.startswith("DFlash"):
+        return "dflash"
     return "eagle3" if architecture in eagle3.ARCHITECTURES else "eagle"

@@ -211,7 +211,8 @@ class Attention(nn.Module):
         self.channels = channel_order(config.rope, config.head_dim)
         self.scale, self.soft_cap = config.query_scale, config.score_cap
 
-    def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
+    def project(self, x: Tensor, rotary: Tensor) -> Heads:
+        """Queries, keys and values of ``x (T, input_size)``."""
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         norm = None
         if isinstance(self.qk_norm, RMSNorm):
@@ -220,8 +221,10 @@ class Attention(nn.Module):
             qk, v = qkv.split([qkv.shape[1] - self.kv_heads, self.kv_heads], 1)
             qkv = torch.cat([self.qk_norm(qk), v], 1)
         scoring = Scoring(self.scale, self.soft_cap, self.sinks)
-        heads = Heads(qkv, rotary, self.kv_heads, norm, scoring)
-        out: Tensor = self.o_proj(attend(layer, heads))
+        return Heads(qkv, rotary, self.kv_heads, norm, scoring)
+
+    def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
+        out: Tensor = self.o_proj(attend(layer, self.project(x, rotary)))
         return out
 
 

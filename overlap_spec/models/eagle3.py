@@ -104,7 +104,8 @@ def feature_layers(config: Eagle3Config, target: ModelConfig) -> tuple[int, ...]
     if len(set(layers)) != len(layers) or not all(0 <= i <= n for i in layers):
         raise CheckpointError(
             f"feature layers {list(layers)} of the draft head must be distinct inputs of the "
-            f"target's layers 0..{n}; declare eagle_aux_hidden_state_layer_ids in its config"
+            f"target's layers 0..{n}; declare eagle_aux_hidden_state_layer_ids in its config (of "
+            "DFlash: target_layer_ids)"
         )
     return layers
 
@@ -132,13 +133,13 @@ class Midlayer(nn.Module):
         return out
 
 
-class Eagle3Head(nn.Module):
-    """Fuses the target's features, runs its layers, and has its own vocabulary.
+class FusingHead(nn.Module):
+    """Fuses the target's features, and has its own layers and vocabulary.
 
     ``d2t`` int64 ``(draft_vocab,)``: target id = draft id + d2t[draft id]. ``t2d`` bool
     ``(vocab,)``: which target ids the head can draft. ``embed_tokens`` and ``lm_head`` exist where
     the checkpoint stores them; the target's serve otherwise. Of a shard, layers and ``lm_head`` are
-    one rank's part.
+    one rank's part. ``midlayer`` is the first layer.
     """
 
     rope: Tensor
@@ -146,7 +147,7 @@ class Eagle3Head(nn.Module):
     t2d: Tensor
 
     def __init__(
-        self, config: Eagle3Config, own_embedding: bool = False, own_head: bool = True
+        self, config: Eagle3Config, midlayer: nn.Module, own_embedding: bool, own_head: bool
     ) -> None:
         super().__init__()
         self.config = config
@@ -159,7 +160,7 @@ class Eagle3Head(nn.Module):
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(feature, eps) for _ in range(features))
         self.fc = nn.Linear(features * feature, size, bias=config.fc_bias)
-        self.midlayer = Midlayer(layer, config.norm_before_residual)
+        self.midlayer = midlayer
         # By number, as they are published.
         self.layers = nn.ModuleDict({str(i): Layer(layer) for i in range(1, layer.num_layers)})
         self.norm = RMSNorm(size, eps)
@@ -182,6 +183,26 @@ class Eagle3Head(nn.Module):
         fused: Tensor = self.fc(features)
         return fused
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the vocabulary's head reads of the last layer's output ``(T, hidden)``."""
+        normed: Tensor = hidden if self.config.norm_output else self.norm(hidden)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``(T, hidden)`` → ``(T, draft_vocab_size)``, by the head's own ``lm_head``."""
+        logits: Tensor = self.lm_head(self.normed(hidden))
+        return logits
+
+
+class Eagle3Head(FusingHead):
+    """A head whose first layer reads what the later ones do not, the fused features."""
+
+    def __init__(
+        self, config: Eagle3Config, own_embedding: bool = False, own_head: bool = True
+    ) -> None:
+        midlayer = Midlayer(config.layer, config.norm_before_residual)
+        super().__init__(config, midlayer, own_embedding, own_head)
+
     def forward(self, embeds: Tensor, feature: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """One pass of the head.
 
@@ -203,13 +224,3 @@ class Eagle3Head(nn.Module):
             x, delta = layer(x, layer.input_layernorm(x), rotary, attend, index)
             x = x + delta
         return self.norm(x) if self.config.norm_output else x
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """What the vocabulary's head reads of this module's output ``(T, hidden)``."""
-        normed: Tensor = hidden if self.config.norm_output else self.norm(hidden)
-        return normed
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """``(T, hidden)`` → ``(T, draft_vocab_size)``, by the head's own ``lm_head``."""
-        logits: Tensor = self.lm_head(self.normed(hidden))
-        return logits

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap_spec.models.decoder import MLP, Attention, Decoder, PlainMLP
-from overlap_spec.models.eagle3 import Eagle3Head
+from overlap_spec.models.eagle3 import FusingHead
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.shard import Shard
 
@@ -103,7 +103,7 @@ def join(decoder: Decoder, collectives: Collectives) -> None:
         _join_layer(layer, collectives)
 
 
-def join_head(head: Eagle3Head, collectives: Collectives) -> None:
+def join_head(head: FusingHead, collectives: Collectives) -> None:
     """The same for a draft head. Its embedding and the fusing of features are whole: no draft step
     reads much of them."""
     for layer in (head.midlayer, *head.layers.values()):

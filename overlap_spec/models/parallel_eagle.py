@@ -39,11 +39,16 @@ def read_parallel_config(path: Path) -> ParallelConfig:
     """ParallelConfig of the head in folder ``path``; CheckpointError where it is not one."""
     config = read_eagle3_config(path)
     found = _mask_token(path, read_json(path / "config.json"))
-    if not 0 <= found < config.layer.vocab_size:
-        raise CheckpointError(
-            f"{path}: the mask token {found} is not in the vocabulary of {config.layer.vocab_size}"
-        )
+    check_mask_token(path, found, config.layer.vocab_size)
     return ParallelConfig(**vars(config), mask_token=found)
+
+
+def check_mask_token(path: Path, token: int, vocab_size: int) -> None:
+    """Raise CheckpointError where the mask token of the head in ``path`` is no token."""
+    if not 0 <= token < vocab_size:
+        raise CheckpointError(
+            f"{path}: the mask token {token} is not in the vocabulary of {vocab_size}"
+        )
 
 
 def _mask_token(path: Path, hf: Mapping[str, Any]) -> int:

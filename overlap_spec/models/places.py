@@ -22,7 +22,7 @@ from overlap_spec.models.decoder import (
     LatentAttention,
     RMSNorm,
 )
-from overlap_spec.models.eagle3 import Eagle3Head
+from overlap_spec.models.eagle3 import FusingHead
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.mtp import MtpModule
 
@@ -127,7 +127,7 @@ def _cuttable(module: nn.Module) -> tuple[ModelConfig | None, dict[str, int]]:
     if isinstance(module, Decoder):
         size = module.config.vocab_size
         return module.config, {"embed_tokens.weight": size, "lm_head.weight": size}
-    if isinstance(module, Eagle3Head):
+    if isinstance(module, FusingHead):
         return module.config.layer, {"lm_head.weight": module.config.draft_vocab_size}
     return None, {}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from overlap_spec.models.config import ModelConfig, read_config
 from overlap_spec.models.decoder import Decoder, widen
 from overlap_spec.models.dequantize import Grid
 from overlap_spec.models.eagle import EagleHead, read_eagle_config
-from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, read_eagle3_config
+from overlap_spec.models.eagle3 import Eagle3Config, Eagle3Head, FusingHead, read_eagle3_config
 from overlap_spec.models.mtp import MtpModule, find_modules
 from overlap_spec.models.parallel import Collectives, join, join_head
 from overlap_spec.models.places import file_name, part_names, places
@@ -35,8 +35,8 @@ from overlap_spec.models.tensors import (
 
 log = logging.getLogger(__name__)
 
-Head = TypeVar("Head", bound=EagleHead | Eagle3Head | MtpModule)
-Fusing = TypeVar("Fusing", bound=Eagle3Head)
+Head = TypeVar("Head", bound=EagleHead | FusingHead | MtpModule)
+Fusing = TypeVar("Fusing", bound=FusingHead)
 # A draft head of fewer bytes is whole on every rank: its sums would take longer than is saved
 # (measured over gloo: docs/parallel.md).
 SPLIT_HEAD_BYTES = 64 << 20
@@ -260,7 +260,11 @@ def load_eagle3(path: Path, target: Decoder, dtype: torch.dtype) -> Eagle3Head:
 
 
 def load_fusing(
-    path: Path, target: Decoder, dtype: torch.dtype, kind: type[Fusing], config: Eagle3Config
+    path: Path,
+    target: Decoder,
+    dtype: torch.dtype,
+    kind: Callable[[Any, bool, bool], Fusing],
+    config: Eagle3Config,
 ) -> Fusing:
     """As :func:`load_eagle3`, a head of ``kind`` that may have more than EAGLE-3's, of the shape
     that its ``config.json`` says."""
@@ -287,10 +291,13 @@ def load_fusing(
     own_head = own_head or not whole or config.layer.hidden_size != hidden
     layer = replace(config.layer, max_position=target.config.max_position)
     config = replace(config, layer=layer)
-    shard = _shard_of(config, own_head, target, dtype)
-    layer = replace(layer, shard=shard)
     with torch.device("meta"):
-        head = kind(replace(config, layer=layer), own_embedding, own_head).to(dtype)
+        head = kind(config, own_embedding, own_head).to(dtype)
+    shard = _shard_of(head, target)
+    if shard.size > 1:
+        layer = replace(layer, shard=shard)
+        with torch.device("meta"):
+            head = kind(replace(config, layer=layer), own_embedding, own_head).to(dtype)
     head = _materialise(head, layer, target)
     if own_head and shard.size > 1:
         head.lm_head.weight.data.zero_()
@@ -304,15 +311,14 @@ def load_fusing(
     return head.eval().requires_grad_(False)
 
 
-def _shard_of(config: Eagle3Config, own_head: bool, target: Decoder, dtype: torch.dtype) -> Shard:
+def _shard_of(whole: FusingHead, target: Decoder) -> Shard:
     """What a rank holds of a head: its part, where that makes a draft step faster."""
     if target.collectives is None:
         return WHOLE
-    with torch.device("meta"):
-        whole = Eagle3Head(config, False, own_head)
     shard: Shard = target.collectives.shard
-    is_large = dtype.itemsize * sum(w.numel() for w in whole.parameters()) >= SPLIT_HEAD_BYTES
-    return shard if is_large and config.layer.fits(shard) else WHOLE
+    named = whole.named_parameters()
+    size = sum(weight.nbytes for name, weight in named if not name.startswith("embed_tokens."))
+    return shard if size >= SPLIT_HEAD_BYTES and whole.config.layer.fits(shard) else WHOLE
 
 
 def eagle3_of_names(config: Eagle3Config, names: Collection[str]) -> Eagle3Config:
@@ -402,7 +408,7 @@ def _materialise(head: Head, layer: ModelConfig, target: Decoder) -> Head:
     device = target.rope.device
     _take_memory(head, device)
     head.rope = rope_table(layer.rope, layer.head_dim, layer.max_position).to(device)
-    if isinstance(head, Eagle3Head):
+    if isinstance(head, FusingHead):
         head.d2t.zero_()
     return head
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Committed, DraftCache, Roots
 from overlap_spec.kernels import KeySpan, Tree
-from overlap_spec.models.decoder import Attend
+from overlap_spec.models.decoder import Attend, Heads
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import Batch
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend
@@ -145,3 +145,7 @@ class CommittedTokens(Committed):
     def attend(self, cache: DraftCache) -> Attend:
         assert isinstance(cache, KVPool)
         return PagedAttend(cache, self.slots, replace(self.span, first=cache.first))
+
+    def store(self, cache: DraftCache, layer: int, heads: Heads) -> None:
+        assert isinstance(cache, KVPool)
+        heads.store(cache.k[layer], cache.v[layer], self.slots)

@@ -10,7 +10,7 @@ from overlap_spec.config import drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output
-from tests.support import chaos, checkpoints
+from tests.support import chaos, checkpoints, dflash
 from tests.support.checkpoints import renumber
 from tests.support.layouts import LAYOUTS, write
 from tests.support.mtp import write_module
@@ -47,6 +47,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
     checkpoints.write_target(folder / "small", seed=5, **shape)
     write(folder / "layers", LAYOUTS["EAGLE-3, three layers"])
     write(folder / "parallel", LAYOUTS["P-EAGLE, ptd_token_id"])
+    dflash.write(folder / "dflash", dflash.LAYOUTS["z-lab, sliding windows"])
     kept = [n for n in range(260) if n < 128 or n % 2 == 0]
     renumber(tiny["model"], folder / "other", kept[::-1], "unknown ")
     (folder / "tree.json").write_text("[0, 0, 0, 1, 1, 4, 2, 6, 6, 8]")
@@ -61,6 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         "draft_model of another vocabulary": str(folder / "other"),
         "mtp": str(write_module(folder / "mtp")),
         "parallel": str(folder / "parallel"),
+        "dflash": str(folder / "dflash"),
         "grammar": tiny["draft"],
         "ngram": tiny["draft"],
         "suffix": tiny["draft"],
@@ -80,6 +82,7 @@ KINDS = (
     "draft_model of another vocabulary",
     "mtp",
     "parallel",
+    "dflash",
     "ngram",
     "suffix",
     "slots",

@@ -13,36 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap_spec.drafters.base import Roots
 from overlap_spec.drafters.parallel import ParallelDrafter
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.grammar.spec import Grammar
 from tests.support.layouts import LAYOUTS, PROMPT, oracle, write
 from tests.support.plain_layers import rms
+from tests.support.seen import Seen
 
 NAMES = [name for name in LAYOUTS if name.startswith("P-EAGLE")]
 STEPS = 4
-
-
-class Seen:
-    """The states of every draft, with their roots, and the drafts themselves."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.states: list[Tensor] = []
-        self.drafts: list[tuple[Roots, Any]] = []
-        depths, draft = ParallelDrafter.depths, ParallelDrafter.draft
-
-        def look(drafter: ParallelDrafter, roots: Roots, count: int) -> Tensor:
-            self.states.append(depths(drafter, roots, count))
-            return self.states[-1]
-
-        def keep(drafter: ParallelDrafter, roots: Roots, tier: Any) -> Any:
-            self.drafts.append((roots, draft(drafter, roots, tier)))
-            return self.drafts[-1][1]
-
-        monkeypatch.setattr(ParallelDrafter, "depths", look)
-        monkeypatch.setattr(ParallelDrafter, "draft", keep)
 
 
 def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, Any]:
@@ -61,7 +41,7 @@ def test_all_depths_are_one_causal_pass_over_masks(
 
     layout = LAYOUTS[name]
     weights = write(tmp_path / "head", layout)
-    seen = Seen(monkeypatch)
+    seen = Seen(monkeypatch, ParallelDrafter)
     settings = settings_of(tiny, tmp_path / "head", graphs=False, overlap="none")
     with Engine(**settings, chunked_prefill_size=32) as engine:
         prompt = engine.tokenizer.encode(PROMPT)
@@ -108,7 +88,7 @@ def test_a_tree_has_the_best_nodes_by_the_product_of_marginals(
 ) -> None:
     """Of all paths over the best tokens of each depth; a sampled request's have its noise."""
     write(tmp_path / "head", LAYOUTS[NAMES[0]])
-    seen = Seen(monkeypatch)
+    seen = Seen(monkeypatch, ParallelDrafter)
     shape = {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 8}
     sampling = {"max_tokens": 6, "temperature": 0.0 if seed is None else 0.8, "seed": seed}
     settings = settings_of(tiny, tmp_path / "head", graphs=False, overlap="none") | shape

@@ -19,7 +19,7 @@ from overlap_spec.models.config import read_config
 from overlap_spec.models.shard import Shard
 from overlap_spec.models.weights import export_state, load_decoder, load_mtp
 from overlap_spec.types import Output
-from tests.support import chaos, checkpoints
+from tests.support import chaos, checkpoints, dflash
 from tests.support.layouts import LAYOUTS
 from tests.support.layouts import write as write_head
 from tests.support.models import CASES, LATENT, greedy, reference
@@ -121,10 +121,11 @@ def drafted(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
     write_module(folder / "target")
     write_head(folder / "eagle", LAYOUTS["EAGLE-1/2, fc.bias, pytorch_model.bin"])
     write_head(folder / "parallel", LAYOUTS["P-EAGLE, ptd_token_id"])
+    dflash.write(folder / "dflash", dflash.LAYOUTS["z-lab"])
     names = ("ngram", "suffix", "slots", "suffix,eagle3", "eagle3", "grammar")
     drafts = dict.fromkeys(names, tiny["draft"])
     drafts |= {"draft_model": str(folder / "target"), "mtp": str(folder / "target")}
-    drafts |= {name: str(folder / name) for name in ("eagle", "parallel", "target")}
+    drafts |= {name: str(folder / name) for name in ("eagle", "parallel", "dflash", "target")}
     return drafts
 
 
@@ -183,7 +184,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 DRAFTERS = (
     "ngram", "suffix", "slots", "suffix,eagle3", "grammar", "eagle", "eagle3", "parallel",
-    "draft_model", "mtp",
+    "dflash", "draft_model", "mtp",
 )  # fmt: skip
 
 

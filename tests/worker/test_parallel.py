@@ -29,7 +29,7 @@ from overlap_spec.worker.messages import (
     encode_calls,
     encode_spans,
 )
-from tests.support import chaos
+from tests.support import chaos, dflash
 from tests.support.chaos import build, settings_of
 from tests.support.ranks import ended, equal, mixed, pids
 from tests.support.serving import wait_for
@@ -41,6 +41,7 @@ TREE: dict[str, Any] = {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "row": {"algorithm": "slots,suffix,eagle3"},
     "draft-model": {"algorithm": "draft_model", "draft": "target", **TREE},
+    "block": {"algorithm": "dflash", "draft": "dflash", **TREE},
     "adaptive": {"adaptive": "default", **TREE},
     "tries": {"tries": True, "num_steps": 3},
     "serial": {"overlap": "none", "num_steps": 3},
@@ -232,11 +233,14 @@ def plain(tiny: dict[str, str]) -> Iterator[Engine]:
 @pytest.mark.ci
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_setting_gives_the_text_of_one_rank(
-    tiny: dict[str, str], plain: Engine, variant: str
+    tiny: dict[str, str], plain: Engine, tmp_path: Path, variant: str
 ) -> None:
     settings = {**VARIANTS[variant], "mask_deadline_ms": None, "graphs": False}
     if settings.get("draft") == "target":
         settings["draft"] = tiny["model"]
+    if settings.get("draft") == "dflash":
+        dflash.write(tmp_path / "dflash", dflash.LAYOUTS["z-lab"])
+        settings["draft"] = str(tmp_path / "dflash")
     with build(tiny, tensor_parallel_size=2, **settings) as engine:
         equal(plain, engine, mixed())
         again = [replace(ask, prompt=ask.prompt[::-1]) for ask in mixed()]

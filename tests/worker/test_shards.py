@@ -16,10 +16,11 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models import weights
 from overlap_spec.models.config import read_config
 from overlap_spec.models.decoder import Decoder, Heads
+from overlap_spec.models.dflash import load_dflash
 from overlap_spec.models.quantization import has_int8, quantize
 from overlap_spec.models.shard import Shard
 from overlap_spec.models.weights import load_decoder, load_eagle3
-from tests.support import checkpoints
+from tests.support import checkpoints, dflash
 from tests.support.models import CASES, Cache, reference
 
 CPU = torch.device("cpu")
@@ -161,6 +162,35 @@ def test_parts_of_a_draft_head_compute_what_the_whole_does(
     torch.testing.assert_close(found[0], want, atol=2e-4, rtol=1e-4)
     for other in found[1:]:
         assert torch.equal(other, found[0])
+
+
+def test_parts_of_a_block_drafter_compute_what_the_whole_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its states, and the keys and values that it makes of the target's features."""
+    checkpoints.write_target(tmp_path / "target")
+    dflash.write(tmp_path / "head", dflash.LAYOUTS["speculators"])
+    generator = torch.Generator().manual_seed(6)
+    embeds, features = torch.randn(9, 32, generator=generator), torch.randn(9, 96)
+
+    def run(own: Rank | None) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode():
+            target = load_decoder(tmp_path / "target", torch.float32, CPU, 64, own)
+            head, kept = load_dflash(tmp_path / "head", target, torch.float32), []
+            head.context(
+                features, torch.arange(9), lambda _, heads: kept.append(heads.rotated()[1:])
+            )
+            logits = head.logits(head(embeds, torch.arange(9), own_queries))
+            return logits, torch.stack([torch.stack(both) for both in kept])
+
+    logits, kept = run(None)
+    monkeypatch.setattr(weights, "SPLIT_HEAD_BYTES", 0)
+    threads = Threads(2)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: run(threads.rank(rank)), range(2)))
+    for each, _ in found:
+        torch.testing.assert_close(each, logits, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat([own for _, own in found], 3), kept)
 
 
 def own_queries(_: int, heads: Heads) -> Tensor:

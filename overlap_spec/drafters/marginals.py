@@ -1,0 +1,109 @@
+"""What drafters share that tell all depths in one pass."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.drafters.base import Draft, MakeCache, Roots, Tables
+from overlap_spec.drafters.head_drafter import FusingDrafter
+from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
+from overlap_spec.drafters.tree_drafter import Branches, Growth, shape_of
+from overlap_spec.errors import ConfigError
+from overlap_spec.hub import find_folder
+from overlap_spec.kernels import Noise, noise_keys, top_candidates
+from overlap_spec.models.decoder import Decoder
+from overlap_spec.models.eagle3 import FusingHead
+from overlap_spec.steps import FEW_TOKENS
+from overlap_spec.tiers import Tier
+
+
+class MarginalDrafter(FusingDrafter):
+    """A head that tells the tokens of all depths without knowing one another.
+
+    A tree's nodes go by the product of their probabilities, as if they were independent (DDTree's
+    way).
+    """
+
+    stepwise: ClassVar[bool] = False
+
+    @classmethod
+    def build(
+        cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
+    ) -> MarginalDrafter:
+        if config.draft is None:
+            name = cls.__module__.rpartition(".")[2]
+            raise ConfigError(f"algorithm {name!r} needs draft, the folder of a draft head")
+        head = cls.load(find_folder(config.draft), target, target.embed_tokens.weight.dtype)
+        return cls(head, target, make_cache(head.config.layer, first=1), len(tables.roots))
+
+    @staticmethod
+    @abstractmethod
+    def load(path: Path, target: Decoder, dtype: torch.dtype) -> FusingHead:
+        """The head in folder ``path``, as :func:`overlap_spec.models.weights.load_eagle3`."""
+
+    @abstractmethod
+    def depths(self, roots: Roots, count: int) -> Tensor:
+        """The states from which the tokens at ``count`` depths come: ``(B, count, H)``."""
+
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        depth, most = tier.steps, tier.top_k
+        if tier.parents is not None:
+            levels = shape_of(tier.parents, roots.tokens.device).levels
+            depth, most = len(levels), max(level.most for level in levels)
+        logits = self.logits(self.depths(roots, depth).flatten(0, 1))
+        return Marginals(self, roots, logits, depth, most).trees(roots, tier)
+
+
+class Marginals(Growth):
+    """Drafts that are grown from known logits, of which each depth has one row.
+
+    A branch's state is the number of its row: int64 ``(..., 1)``.
+
+    Args:
+        drafter: Whose vocabulary it is.
+        logits: ``(B * depth, V)``, one root's depths after the other's.
+        most: Most children of a node.
+    """
+
+    def __init__(
+        self, drafter: MarginalDrafter, roots: Roots, logits: Tensor, depth: int, most: int
+    ) -> None:
+        self.logits, self.depth = logits, depth
+        self.offsets, self.draft_ids = drafter.offsets, drafter.draft_ids
+        if roots.standing is not None:
+            most = max(most, FEW_TOKENS)
+        noise = None
+        if roots.temperature is not None and roots.seeds is not None:
+            places = roots.positions[:, None] + torch.arange(1, depth + 1, device=logits.device)
+            seeds = roots.seeds.repeat_interleave(depth)
+            temperature = roots.temperature.repeat_interleave(depth)
+            noise = Noise(temperature, noise_keys(seeds, places.flatten()))
+        # Branches of one depth differ in what the grammar allows alone.
+        self.best = top_candidates(logits, min(most, logits.shape[1]), self.offsets, noise)
+
+    def root_states(self, roots: Roots) -> Tensor:
+        count = roots.tokens.shape[0]
+        return (torch.arange(count, device=roots.tokens.device) * self.depth)[:, None]
+
+    def states_below(self, roots: Roots, at: Branches) -> Tensor:  # noqa: ARG002
+        return at.before + 1
+
+    def candidates(
+        self,
+        states: Tensor,
+        k: int,
+        noise: Noise | None = None,
+        standing: GrammarStanding | None = None,
+    ) -> tuple[Tensor, Tensor, Options | None]:
+        rows = states.flatten()
+        score, token = (each[rows] for each in self.best)
+        if standing is None:
+            return score[:, :k].contiguous(), token[:, :k].contiguous(), None
+        logits, known = self.logits[rows], (score, token)
+        return legal_candidates(logits, k, standing, self.offsets, self.draft_ids, noise, known)
