@@ -30,7 +30,7 @@ from bench.targets import add_model_flags, model_settings
 from bench.workloads import OWN_SCHEMAS, Ask, free_asks, json_asks, read_samples
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.worker.worker import clear
+from overlap_spec.worker.worker import Worker
 
 IN_FLIGHT = 32
 SAMPLES = 200
@@ -86,6 +86,12 @@ def soak(engine: Engine, run: Run, requests: int, seed: int) -> Counter[str]:
                 if ended % every == 0:
                     run.sample(requests=ended, tokens=tokens, **held(engine, start))
     return reasons
+
+
+def touch(worker: Worker, pages: int) -> None:
+    """Write to every page of the caches."""
+    for cache in worker.runner.caches:
+        cache.clear(tuple(range(pages + 1)))
 
 
 def held(engine: Engine, start: float) -> dict[str, Any]:
@@ -151,7 +157,7 @@ def main(arguments: Sequence[str] | None) -> None:
     }
     with Engine(**settings) as engine:
         # The system gives memory to a page of the caches when it is first written.
-        engine.core.worker.do(clear, list(range(engine.snapshot()["pages"] + 1)))
+        engine.core.worker.do(touch, engine.snapshot()["pages"])
         reasons = soak(engine, run, requests, options.seed)
         last = held(engine, 0.0)
     left_over = {name: last[name] for name in ("pages_in_use", "matchers", "running", "waiting")}

@@ -159,14 +159,14 @@ MUTANTS = (
     ),
     Mutant(
         "the first prompt keeps nothing of a step beside short ones",
-        SCHEDULER,
-        "kept = min(needed[0], max(left // 2, self.page_size))",
+        "overlap_spec/scheduler/prefill.py",
+        "kept = min(needed[0], max(left // 2, size))",
         "kept = 0",
         (T_SCHEDULER + "test_short_prompts_leave_half_of_a_step_to_the_first",),
     ),
     Mutant(
         "a numeric fault's pages are reused",
-        SCHEDULER,
+        "overlap_spec/scheduler/pages.py",
         "sequence.untrusted = True",
         "sequence.untrusted = False",
         (T_SCHEDULER + "test_pages_of_a_numeric_fault_are_cleared_when_nobody_holds_them",),

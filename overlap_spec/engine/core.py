@@ -18,7 +18,7 @@ from overlap_spec.stats import Standing
 from overlap_spec.steps import History, StepPlan, StepResult
 from overlap_spec.timeline import Timeline
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.worker import Worker, clear
+from overlap_spec.worker.worker import Worker
 
 Run = tuple[Sequence, tuple[int, ...]]
 
@@ -90,8 +90,6 @@ class EngineCore:
         self.grammar.step = plan.index
         self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
 
-        if untrusted := self.scheduler.take_untrusted():
-            self.worker.do(clear, untrusted)
         kept: list[Run] | None = None
         step = self.worker.upload(plan)
         if self.worker.traits.drafts_on_host and plan.tier.steps:

@@ -66,7 +66,7 @@ class Engine:
         assert self.compiler.ceiling is not None
         self.memory_limit_bytes = self.compiler.ceiling.most_bytes
         self.context_length = self.core.worker.traits.context_length
-        limits = Limits(self.context_length, self.core.scheduler.longest)
+        limits = Limits(self.context_length, self.core.scheduler.pages.longest)
         self.input_processor = InputProcessor(
             self.tokenizer, limits, self.config.additional_properties, self.config.adapters
         )
@@ -115,7 +115,7 @@ class Engine:
         """Forget the computed pages of earlier prompts that no request holds; how many there
         were."""
         with self._held():
-            return self.core.scheduler.flush_cache()
+            return self.core.scheduler.pages.flush()
 
     @overload
     def generate(  # type: ignore[overload-overlap]

@@ -1,10 +1,14 @@
-"""Free pages of the caches. Target and drafter share page numbers."""
+"""Pages of the caches: which are free, and which a sequence holds. Target and drafter share page
+numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from overlap_spec.scheduler.prefix import PrefixTree
+from overlap_spec.scheduler.prefix import Node, PrefixTree
+from overlap_spec.scheduler.sequence import Sequence
+
+Grant = tuple[int, int, tuple[int, ...]]
 
 
 class PageAllocator:
@@ -53,3 +57,94 @@ class PageAllocator:
         for page in pages:
             self._used.remove(page)
             self._freed.append(page)
+
+
+class SequencePages:
+    """The pages that sequences hold: for their keys, and the window behind them.
+
+    Args:
+        allocator: Of the caches' pages.
+        reserve_tokens: Slots after its committed length that a running sequence owns.
+        reuse: Whether pages are kept for prompts that start alike.
+
+    Attributes:
+        size: Slots of a page, in tokens.
+        granted: Pages of rows that no plan has told the worker of yet: as in
+            :class:`overlap_spec.steps.StepPlan`.
+        untrusted: Pages freed since the last plan that may hold what is no number.
+    """
+
+    def __init__(self, allocator: PageAllocator, reserve_tokens: int, reuse: bool) -> None:
+        self._allocator, self._tree = allocator, allocator.tree
+        self.size, self._reserve_tokens, self._reuse = self._tree.page_size, reserve_tokens, reuse
+        self.granted: list[Grant] = []
+        self.untrusted: list[int] = []
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can run at all."""
+        return self._allocator.total * self.size - self._reserve_tokens
+
+    def needed(self, tokens: int) -> int:
+        """Pages of a sequence with so many keys."""
+        return -(-(tokens + self._reserve_tokens) // self.size)
+
+    def give(self, sequence: Sequence, count: int) -> None:
+        """Give a sequence more pages; the caller has checked that so many are free."""
+        pages = self._allocator.take(count)
+        self.granted.append((sequence.row, len(sequence.pages), pages))
+        sequence.pages += pages
+
+    def known(self, sequence: Sequence) -> list[Node]:
+        """Pages with the first tokens of a sequence that has not begun."""
+        if not self._reuse or sequence.planned_tokens or sequence.pages:
+            return []
+        tokens = sequence.tokens(0, sequence.reusable_tokens)
+        return self._tree.find(tokens, sequence.request.page_salt)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Before its first chunk: let a sequence start after pages that hold its first tokens."""
+        path = self.known(sequence)
+        if path:
+            self._tree.acquire(path)
+            sequence.path = path
+            sequence.pages = [node.page for node in path]
+            self.granted.append((sequence.row, 0, tuple(sequence.pages)))
+            sequence.planned_tokens = sequence.committed_tokens = len(path) * self.size
+            sequence.stats.cached_tokens = sequence.planned_tokens
+
+    def offer(self, sequence: Sequence, tokens: int) -> None:
+        """Let others start after the sequence's first ``tokens`` tokens, from the next step on."""
+        if self._reuse:
+            known, salt = sequence.tokens(0, tokens), sequence.request.page_salt
+            self._tree.insert(known, sequence.pages, sequence.path, salt)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Take all pages from a sequence that leaves its row."""
+        self.granted = [grant for grant in self.granted if grant[0] != sequence.row]
+        if sequence.error is None and not sequence.untrusted:
+            self.offer(sequence, sequence.committed_tokens)
+        shared = {node.page for node in sequence.path}
+        own = [page for page in sequence.pages if page not in shared]
+        if sequence.untrusted:
+            self._free_untrusted(own)
+        else:
+            self._allocator.free(own)
+        self._free_untrusted(self._tree.release(sequence.path))
+        sequence.pages, sequence.path = [], []
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Allow no reuse of what the sequence's pages hold: it may be no numbers. Others that hold
+        some of them read on; all are cleared when nobody does."""
+        sequence.untrusted = True
+        self._free_untrusted(self._tree.detach(sequence.path))
+
+    def _free_untrusted(self, pages: list[int]) -> None:
+        self._allocator.free(pages)
+        self.untrusted += pages
+
+    def flush(self) -> int:
+        """Forget the pages that no sequence holds; how many there were."""
+        pages = self._tree.evict(self._tree.idle_pages)
+        self._allocator.free(pages)
+        return len(pages)

@@ -24,6 +24,7 @@ from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.in_flight import InFlightStep, Rotation
+from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.passes import GrammarRows, StepTensors
 from overlap_spec.worker.phases import Phases
@@ -193,6 +194,8 @@ class Worker:
             tensors=StepTensors(self._tables.features([row for _, row, _ in plan.verified])),
         )
         self.streams.begin(plan.index)
+        if plan.untrusted:
+            self.streams.compute.run("clear", _clear, self.runner.caches, plan.untrusted)
         planner = self.streams.plan
         planner.run("upload", self._upload, step)
         planner.record(step.events.uploaded)
@@ -386,6 +389,11 @@ class Worker:
         self.runner.release()
 
 
+def _clear(caches: Sequence[KVPool], pages: tuple[int, ...]) -> None:
+    for cache in caches:
+        cache.clear(pages)
+
+
 def _copy_tree(step: InFlightStep) -> None:
     if step.tensors.drafted is not None:
         links = step.tensors.drafted.links.flatten()
@@ -443,9 +451,3 @@ def prepare(worker: Worker, tier: Tier) -> None:
 def prepare_next(worker: Worker, tiers: Sequence[Tier]) -> bool:
     """Record what one of these tiers lacks; False if they lack nothing."""
     return worker.recordings.record_next(tiers)
-
-
-def clear(worker: Worker, pages: Sequence[int]) -> None:
-    """Zero pages that may hold NaN."""
-    for pool in worker.runner.caches:
-        pool.clear(tuple(pages))
