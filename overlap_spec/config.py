@@ -17,7 +17,7 @@ DRAFTERS = Path(__file__).parent / "drafters"
 HEADLESS = "slots,suffix"
 HEADLESS_FILES = ("row", "slots", "suffix")
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
-# The mode that fits the processor: see `overlap_spec.worker.build.overlap_mode`.
+# The mode that fits the processor: see `overlap_spec.worker.site.overlap_mode`.
 AUTO_MODE = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")

@@ -34,7 +34,7 @@ def share_nodes(
     monkeypatch: pytest.MonkeyPatch, engine: Engine, nodes: Callable[[int, Tier], int]
 ) -> None:
     """Let every step of an engine verify ``nodes(batch, tier)`` nodes, roots included."""
-    policy: LengthPolicy = engine.core.policy
+    policy: LengthPolicy = engine.core.budgets.policy
     chosen = policy.choose
 
     def choose(view: StepView) -> Budget:

@@ -25,8 +25,8 @@ from overlap_spec.parallel.processes import Processes
 from overlap_spec.steps import StepPlan
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.types import Request, SamplingParams
+from overlap_spec.worker import build as build_module
 from overlap_spec.worker import follower as follower_module
-from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import PlanUpload, Staging
 from overlap_spec.worker.build import Room, build_worker
 from overlap_spec.worker.follower import Spans, follow
@@ -119,7 +119,8 @@ def test_nothing_is_told_of_a_step_in_which_a_rank_was_lost(
     def lead(config: Any, *rest: Any) -> Worker:
         worker = build_worker(config, *rest)
         return LeadWorker(
-            worker.runner,
+            worker.phases,
+            worker.traits,
             worker.streams,
             config,
             rest[-1],
@@ -269,7 +270,7 @@ class Steps:
     def __init__(self, steps: int, look: Callable[[], tuple[int, ...]]) -> None:
         plan = StepPlan(0, Budget(Tier(0, 1, 1)), (0,), (), (7,), (False,), 9, ())
         (self.step,) = encode_calls(
-            [("upload", (plan,)), ("grow", (None,)), ("verify", ())], self.key
+            [("upload", (plan,)), ("draft", (None,)), ("verify", ())], self.key
         )
         (self.end,) = encode_calls([("close", ())], self.key)
         self.left, self.look, self.every = steps, look, steps // 10
@@ -287,7 +288,7 @@ class Steps:
 
 def followed(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Objects, spans and handles after every tenth of 20,000 steps of a follower."""
-    monkeypatch.setattr(worker_module, "Phases", NoPasses)
+    monkeypatch.setattr(build_module, "Phases", NoPasses)
     monkeypatch.setattr(follower_module, "KEPT_SPANS", 64)
     streams, spans = Noting(), Spans()
 
