@@ -487,11 +487,9 @@ STILL_PRIVATE = {
     "proofs/test_capture.py": {"_after", "_keep_features", "_within"},
     "proofs/test_races.py": {"_accepted"},
     "proofs/test_recordings.py": {"_known", "_outputs"},
-    "server/test_chat_assembler.py": {"_set_ready"},
     "server/test_life.py": {"_folder"},
     "speculation/test_auto.py": {"_slow"},
     "worker/test_replay.py": {"_known"},
-    "worker/test_waits.py": {"_upload_masks"},
 }
 
 

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 from overlap_spec.chat_messages import template_messages
 from overlap_spec.chat_template import Rendering
@@ -50,6 +50,10 @@ ELSEWHERE = {
     "ebnf": "grammar",
     "choice": "grammar",
 }
+
+One = TypeVar("One", covariant=True)
+Many = TypeVar("Many", covariant=True)
+Nested = TypeVar("Nested", covariant=True)
 
 
 class PromptOptions(TypedDict, total=False):
@@ -103,6 +107,53 @@ class SamplingOptions(TypedDict, total=False):
 
 class GenerateOptions(PromptOptions, SamplingOptions, total=False):
     """Keyword arguments of every call that generates; they go before its ``sampling``."""
+
+
+class Generates(Protocol[One, Many, Nested]):
+    """A call that generates: what it returns for one prompt and for several, without ``n`` and with
+    it."""
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        grammar: GrammarLike = None,
+        sampling: Sampling = None,
+        n: None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> One: ...
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self,
+        prompt: Prompt,
+        grammar: GrammarLike = None,
+        sampling: Sampling = None,
+        *,
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> Many: ...
+
+    @overload
+    def __call__(
+        self,
+        prompt: Sequence[Prompt],
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        n: None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Many: ...
+
+    @overload
+    def __call__(
+        self,
+        prompt: Sequence[Prompt],
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        *,
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> Nested: ...
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,10 @@ class EngineServer:
             case "flush_cache":
                 return {"pages": self.engine.flush_cache()}
             case "timeline":
-                return {"spans": self._last_spans(query.steps)}
+                self.engine.gather_spans()
+                spans = self.engine.timeline.spans()
+                first = max((span.step for span in spans), default=0) - query.steps + 1
+                return {"spans": [span._asdict() for span in spans if span.step >= first]}
 
     def _add(self, message: m.AddRequest) -> None:
         now, number = time.perf_counter_ns(), message.request.id
@@ -221,12 +224,6 @@ class EngineServer:
         ]
         return [*known, *compiling][:MOST_STANDINGS]
 
-    def _last_spans(self, steps: int) -> list[dict[str, Any]]:
-        self.engine.gather_spans()
-        spans = self.engine.timeline.spans()
-        first = max((span.step for span in spans), default=0) - steps + 1
-        return [span._asdict() for span in spans if span.step >= first]
-
 
 def in_parts(outputs: m.EngineOutputs) -> Iterator[m.EngineOutputs]:
     """The outputs in the same order, in messages that the client decodes in some milliseconds:
@@ -275,7 +272,7 @@ def main() -> int:
         while engine.prepare_next():
             pass
         config = dataclasses.asdict(engine.config)
-        limits, vocab_size = engine.input_processor.limits, engine.tokenizer.vocab_size
+        limits, vocab_size = engine.limits, engine.tokenizer.vocab_size
         socket.send(m.encode(m.EngineReady(limits, vocab_size, config)))
         EngineServer(engine, socket).run()
     socket.close(linger=0)

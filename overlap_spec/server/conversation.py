@@ -62,7 +62,7 @@ class Conversation:
             InvalidRequest: an invalid field; names it.
         """
         task = read()
-        service.engine.check_length(count_characters(task.messages))
+        service.engine.input_processor.check_length(count_characters(task.messages))
         # Reading many messages took this turn.
         await asyncio.sleep(0)
         rendering = rendering_of(service, task)

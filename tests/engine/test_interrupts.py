@@ -203,7 +203,7 @@ async def waiting():
             asyncio.events._set_running_loop(None)
             refused(lambda: asyncio.run(engine.generate("go", max_tokens=8)))
             # Where a long prompt is tokenised.
-            refused(lambda: asyncio.run(engine.in_thread(str)))
+            refused(lambda: asyncio.run(engine.preparation.run(str)))
             refused(lambda: asyncio.run(first(engine)))
             refused(lambda: asyncio.run(engine.snapshot()))
             asyncio.run(engine.close())
