@@ -76,7 +76,7 @@ def near(
     rng, follows, found = random.Random(seed), True, []
     for at in range(most):
         took_ms = feed.fill_ms(matcher)
-        if matcher.is_near:
+        if matcher.chart is not None:
             plain = np.zeros_like(feed.rows[0])
             matcher.inner.fill(plain)
             found.append((took_ms, not np.array_equal(plain, feed.rows[0])))
