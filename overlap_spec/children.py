@@ -1,5 +1,5 @@
-"""Child processes: the environment that they get, the limits that they set themselves, and their
-end."""
+"""Child processes: the environment that they get, the limits that they set themselves, their end,
+and forks, which have their parent's memory but none of its threads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from overlap_spec.errors import EngineUnavailable
 
 # What marks a secret as a word of a variable's name, or as the end of one (``PGPASSWORD``); and
 # what does as one word among others: ``PWD`` alone is a folder.
@@ -83,3 +85,23 @@ def is_stopped(pid: int | None) -> bool:
     except OSError:
         return False
     return state in "Tt"
+
+
+class OwnProcess:
+    """The process that is running now, to tell it from later forks."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is not a fork."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise EngineUnavailable in a fork."""
+        if not self.is_here:
+            raise EngineUnavailable(
+                "the engine's threads and processes did not come along with os.fork(): make a new "
+                "one in this process, or start it by multiprocessing's `spawn`"
+            )

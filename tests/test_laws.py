@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hub": {"errors", "gguf"},
     "gguf": {"gguf", "errors", "caches"},
     "memory": set(),
-    "children": set(),
+    "children": {"errors"},
     "kernels": set(),
     "grammar": {"grammar"},
     "scheduler": {"scheduler"},
@@ -52,8 +52,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.arguments": {"grammar"},
     "engine.grammar_manager": {"grammar", "scheduler", "timeline"},
     "engine.grammar_drafts": {"grammar", "scheduler", "worker"},
-    "engine.interrupts": set(),
-    "engine.own_process": set(),
     "engine.cost_model": {"speculation", "worker", "timeline"},
     "engine.budgets": {"engine.grammar_drafts", "scheduler", "speculation", "worker"},
     "engine.core": {
@@ -63,7 +61,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "worker",
         "grammar",
         "engine.grammar_manager",
-        "engine.own_process",
         "timeline",
     },
     "engine.build": {
@@ -101,9 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "grammar",
         "engine.grammar_manager",
         "engine.input_processor",
-        "engine.interrupts",
         "engine.output_processor",
-        "engine.own_process",
         "engine.request_handle",
         "engine.sequences",
         "models",
@@ -113,7 +108,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ipc": {
         "engine",
         "engine.input_processor",
-        "engine.own_process",
         "engine.request_handle",
         "grammar",
         "tokenizer",

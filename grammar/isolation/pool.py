@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
-from overlap_spec.children import OUTSIDE, is_stopped, without_secrets
+from overlap_spec.children import OUTSIDE, OwnProcess, is_stopped, without_secrets
 from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation import channel
@@ -319,7 +319,7 @@ class Pool:
     def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
         _check_possible(backend)
         self._backend, self._limits = backend, limits
-        self._pid, self._is_closed = os.getpid(), False
+        self._own_process, self._is_closed = OwnProcess(), False
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._thread: threading.Thread | None = None
         self._desk: Desk | None = None
@@ -343,13 +343,13 @@ class Pool:
         with self._lock:
             self.stop()
         thread = self._thread
-        if os.getpid() == self._pid and thread not in (None, threading.current_thread()):
+        if self._own_process.is_here and thread not in (None, threading.current_thread()):
             thread.join()
 
     def stop(self) -> None:
         """Begin to close, without locks or waiting, so that a finalizer may call it."""
         self._is_closed, desk = True, self._desk
-        if os.getpid() == self._pid and desk is not None:
+        if self._own_process.is_here and desk is not None:
             desk.is_closed = True
             # It may have ended.
             with contextlib.suppress(RuntimeError):
@@ -369,7 +369,7 @@ class Pool:
         """Have the thread call a method of its desk; False if it has ended, or is not ours: a fork
         of the engine's process copies its memory, but neither its thread nor its workers."""
         with self._lock:
-            if self._is_closed or os.getpid() != self._pid:
+            if self._is_closed or not self._own_process.is_here:
                 return False
             if self._desk is None:
                 self._desk = Desk(asyncio.new_event_loop(), self._backend, self._limits)

@@ -1,14 +1,61 @@
-"""The calls of one engine: one at a time, and none is cut short."""
+"""The calls of one engine: one at a time, and none is cut short, for nobody can use an engine whose
+step was cut in the middle."""
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
-from overlap_spec.engine.interrupts import put_off_interrupts
-from overlap_spec.engine.own_process import OwnProcess
+from overlap_spec.children import OwnProcess
 from overlap_spec.errors import EngineUnavailable
+
+# What a block has to end after the first Ctrl-C, in seconds; a later one is raised in it.
+PATIENCE_S = 10.0
+
+
+class _PutOff:
+    """A handler of SIGINT that keeps the calls of another one for later."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler = handler
+        self.first: tuple[int, FrameType | None] | None = None
+        self._first_s = 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.first is None:
+            self.first, self._first_s = (number, frame), time.monotonic()
+        elif time.monotonic() - self._first_s >= PATIENCE_S:
+            self.first = None
+            self.handler(number, frame)
+
+
+@contextmanager
+def put_off_interrupts() -> Iterator[None]:
+    """Let Ctrl-C, which Python raises in the main thread alone, wait for the end of the block.
+
+    Where the block does not end, in :data:`PATIENCE_S`, the next one is raised in it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or isinstance(handler, _PutOff):
+        yield
+        return
+    put_off = _PutOff(handler)
+    # From here on nothing is raised, and before nothing has changed.
+    signal.signal(signal.SIGINT, put_off)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if put_off.first is not None:
+            handler(*put_off.first)
 
 
 class Calls:

@@ -6,10 +6,10 @@ import time
 import weakref
 from typing import Any, NamedTuple
 
+from overlap_spec.children import OwnProcess
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.budgets import Budgets
 from overlap_spec.engine.grammar_manager import GrammarManager
-from overlap_spec.engine.own_process import OwnProcess
 from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence

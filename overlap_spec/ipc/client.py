@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any, Literal
 
-from overlap_spec.engine.own_process import OwnProcess
+from overlap_spec.children import OwnProcess
 from overlap_spec.errors import CheckpointError, ConfigError, EngineUnavailable
 from overlap_spec.ipc import messages as m
 from overlap_spec.ipc.open_requests import OpenRequests

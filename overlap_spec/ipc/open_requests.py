@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from overlap_spec.engine.own_process import OwnProcess
+from overlap_spec.children import OwnProcess
 from overlap_spec.errors import (
     GrammarError,
     InvalidRequest,
