@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from overlap_spec.caches import newest
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
@@ -161,7 +162,7 @@ class Rooms:
     def __init__(self, vocabulary: Vocabulary, pool: Pool | InProcess) -> None:
         self._vocabulary, self._pool, self._lock = vocabulary, pool, threading.Lock()
         # Of grammars that are not in the cache themselves: those after thinking.
-        self._behind: OrderedDict[Grammar, Room] = OrderedDict()
+        self._behind: OrderedDict[Grammar, Room | None] = OrderedDict()
 
     def of(self, grammar: Grammar, reach: Reach | None, apart: bool) -> Room | None:
         """Of a grammar of a known reach, whose items or keys must differ or need not."""
@@ -173,15 +174,12 @@ class Rooms:
         """Of a grammar after thinking, by that of the inner one; kept for the next one."""
         if inner is None:
             return None
+
+        def make() -> Room | None:
+            return self.of(grammar, inner.reach.behind(thinking_of(grammar)), inner.apart)
+
         with self._lock:
-            found = self._behind.pop(grammar, None)
-            if found is None:
-                found = self.of(grammar, inner.reach.behind(thinking_of(grammar)), inner.apart)
-                assert found is not None
-            self._behind[grammar] = found
-            if len(self._behind) > ROOMS:
-                self._behind.popitem(last=False)
-        return found
+            return newest(self._behind, grammar, make, ROOMS)
 
 
 class GrammarCompiler:

@@ -10,7 +10,8 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from overlap_spec.errors import EngineUnavailable
@@ -76,6 +77,20 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def end_with_input(last: Callable[[], None] = lambda: None) -> None:
+    """End this process when standard input closes, which is when its parent has gone, or has
+    closed it; ``last`` is called before that."""
+
+    def wait() -> None:
+        # Not through sys.stdin: a dying interpreter would wait for its lock.
+        while os.read(0, 4096):
+            continue
+        last()
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from overlap_spec.caches import newest
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import NOTHING, Drafter, HostDraft
 from overlap_spec.drafters.text_pool import best_first
@@ -232,7 +233,7 @@ class Filling:
         earlier: What they had in other ones; empty where nobody asked for that.
     """
 
-    def __init__(self, guide: Guide, table: Table, history: History, earlier: Values) -> None:
+    def __init__(self, guide: Guide, history: History, table: Table, earlier: Values) -> None:
         self.table, self.own, self.earlier = table, Values(), earlier
         self._texts, self._encode = guide.texts, guide.encode
         self.prompt = Prompt(self.text_of(history.prompt), table.keys)
@@ -478,23 +479,13 @@ class SlotDrafter(Drafter):
         guide = history.guide
         if guide is None:
             return None
-        filling = self.fillings.pop(history.request_id, None)
-        if filling is None:
-            table, earlier = self._grammar(guide)
-            filling = Filling(guide, table, history, earlier)
+
+        def make() -> Filling:
+            key = guide.salt, id(guide.states)
+            known = newest(self.grammars, key, lambda: (Table(guide), Values()), GRAMMARS)
+            return Filling(guide, history, *known)
+
         # Requests that wait for their turn again must not add up.
-        while len(self.fillings) >= self._most:
-            self.fillings.popitem(last=False)
-        self.fillings[history.request_id] = filling
+        filling = newest(self.fillings, history.request_id, make, self._most)
         filling.follow(history)
         return filling
-
-    def _grammar(self, guide: Guide) -> tuple[Table, Values]:
-        key = guide.salt, id(guide.states)
-        known = self.grammars.pop(key, None)
-        if known is None:
-            known = Table(guide), Values()
-        self.grammars[key] = known
-        while len(self.grammars) > GRAMMARS:
-            self.grammars.popitem(last=False)
-        return known

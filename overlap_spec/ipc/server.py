@@ -10,17 +10,17 @@ import dataclasses
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
-from overlap_spec.children import end_with
+from overlap_spec.children import end_with, end_with_input
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import InvalidRequest, OverlapSpecError
@@ -260,7 +260,9 @@ def main() -> int:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.sndhwm = socket.rcvhwm = 0
     socket.connect(arguments.address)
-    threading.Thread(target=_exit_with_client, args=(arguments.address,), daemon=True).start()
+    # If the client is gone, perhaps killed, its socket's folder goes with this process.
+    folder = Path(arguments.address.removeprefix("ipc://")).parent
+    end_with_input(partial(shutil.rmtree, folder, ignore_errors=True))
     try:
         engine = Engine(**arguments.settings)
     except OverlapSpecError as error:
@@ -277,15 +279,6 @@ def main() -> int:
         EngineServer(engine, socket).run()
     socket.close(linger=0)
     return 0
-
-
-def _exit_with_client(address: str) -> None:
-    # Not through sys.stdin: a dying interpreter would wait for its lock.
-    while os.read(0, 4096):
-        continue
-    # The client is gone, perhaps killed: remove its socket's folder, and exit at once.
-    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
-    os._exit(0)
 
 
 if __name__ == "__main__":

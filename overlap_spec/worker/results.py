@@ -17,7 +17,6 @@ from overlap_spec.worker.sampler import token_logprobs
 from overlap_spec.worker.tables import RowTables
 
 NAN_CHOICE = -2
-NOT_NUMBERS = "the model's logits are not numbers: numeric fault"
 # Of a final chunk, which is a tree of its root alone.
 NO_DRAFT = Tier(0, 1, 1)
 
@@ -67,7 +66,7 @@ class ResultReader:
                     grafted += 1
             known[row] = behind
             if tokens[-1] < 0 and tokens.pop() == NAN_CHOICE:
-                error = NumericFault(NOT_NUMBERS)
+                error = NumericFault()
             limited = bool(limits) and limits[index] < tier.steps
             fields = tuple(tokens), drafted, accepted, (), error, limited, confidences
             found = RowResult(*fields, grafts, grafted)

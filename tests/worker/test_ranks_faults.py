@@ -18,7 +18,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.engine import Engine
 from overlap_spec.engine import build as engine_build
-from overlap_spec.errors import EngineUnavailable
+from overlap_spec.errors import EngineUnavailable, NumericFault
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
@@ -35,7 +35,6 @@ from overlap_spec.worker.lead import LeadWorker
 from overlap_spec.worker.messages import Call, encode_calls, pack_decision, take_decision
 from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
-from overlap_spec.worker.results import NOT_NUMBERS
 from overlap_spec.worker.streams import InlineStream, InlineStreams, Value
 from overlap_spec.worker.tables import SamplingFeatures
 from overlap_spec.worker.worker import Worker
@@ -212,7 +211,7 @@ def test_sums_of_garbage_end_the_requests_and_nothing_else(tiny: dict[str, Any])
         asked = {"max_tokens": 60, "ignore_eos": True}
         for _ in range(2):
             for output in engine.generate(["abc"] * 2, grammars, asked):
-                assert output.error == NOT_NUMBERS
+                assert output.error == str(NumericFault())
 
 
 def a_step(tokens: list[int]) -> InFlightStep:
