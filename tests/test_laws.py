@@ -156,7 +156,7 @@ MAY_USE: dict[str, set[str] | None] = {
         "typing_extensions",
     },
     "scheduler": {"numpy"},
-    "speculation": {"numpy"},
+    "speculation": {"numpy", "msgspec"},
     "models": {"torch", "safetensors"},
     "parallel": {"torch"},
     "drafters": {"torch", "numpy"},
