@@ -7,13 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import Draft, DraftCache, MakeCache, Roots, Tables
+from overlap_spec.drafters.base import Draft, DraftCache, Roots
 from overlap_spec.drafters.head_drafter import FusingDrafter
 from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
 from overlap_spec.drafters.tree_drafter import Branches, Growth, shape_of
-from overlap_spec.errors import ConfigError
-from overlap_spec.hub import find_folder
 from overlap_spec.kernels import Noise, noise_keys, top_candidates
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.parallel_eagle import ParallelHead, load_parallel
@@ -29,6 +26,7 @@ class ParallelDrafter(FusingDrafter):
     """
 
     stepwise: ClassVar[bool] = False
+    load_head = staticmethod(load_parallel)
 
     head: ParallelHead
     mask_feature: Tensor
@@ -37,16 +35,6 @@ class ParallelDrafter(FusingDrafter):
         super().__init__(head, target, cache, rows)
         with torch.no_grad():
             self.register_buffer("mask_feature", head.mask_feature())
-
-    @classmethod
-    def build(
-        cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
-    ) -> ParallelDrafter:
-        if config.draft is None:
-            raise ConfigError("algorithm 'parallel' needs draft, the folder of a draft head")
-        dtype = target.embed_tokens.weight.dtype
-        head = load_parallel(find_folder(config.draft), target, dtype)
-        return cls(head, target, make_cache(head.config.layer, first=1), len(tables.roots))
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:
         depth, most = tier.steps, tier.top_k
