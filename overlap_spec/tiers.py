@@ -45,6 +45,9 @@ class Tier:
         return max(self.own.steps * self.own.top_k, self.nodes)
 
 
+OFF = Tier(0, 1, 1)
+
+
 class RowTimes(NamedTuple):
     """What a verified row takes, in ms: ``each`` one, and ``beyond`` more each from row ``knee`` on
     (0: there is none)."""

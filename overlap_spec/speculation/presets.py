@@ -13,10 +13,10 @@ import msgspec
 
 from overlap_spec.config import EngineConfig, own_class
 from overlap_spec.errors import ConfigError
-from overlap_spec.speculation.policy import OFF, LengthPolicy, StaticPolicy, static_tier
+from overlap_spec.speculation.policy import LengthPolicy, StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotPolicy, SlotSettings
 from overlap_spec.speculation.tree_file import read_tree
-from overlap_spec.tiers import Tier
+from overlap_spec.tiers import OFF, Tier
 
 PRESETS: dict[str, dict[int, SlotSettings]] = {
     "default": {
@@ -176,7 +176,7 @@ def _settings(values: Mapping[str, Any], where: str) -> SlotSettings:
 def policy_of(config: EngineConfig) -> LengthPolicy:
     """The settings' policy."""
     if config.drafter == "none":
-        return StaticPolicy(static_tier(0, 1, None))
+        return StaticPolicy(OFF)
     if config.tree is not None:
         return StaticPolicy(read_tree(Path(config.tree)))
     steps, top_k = config.num_steps, config.eagle_topk

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from overlap_spec.errors import NumericFault
 from overlap_spec.steps import RowResult
-from overlap_spec.tiers import Tier
+from overlap_spec.tiers import OFF, Tier
 from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.packed_rows import read_rows
@@ -17,8 +17,6 @@ from overlap_spec.worker.sampler import token_logprobs
 from overlap_spec.worker.tables import RowTables
 
 NAN_CHOICE = -2
-# Of a final chunk, which is a tree of its root alone.
-NO_DRAFT = Tier(0, 1, 1)
 
 
 class ResultReader:
@@ -42,7 +40,8 @@ class ResultReader:
         if trees:
             rows += self._rows(step, step.results[0][:trees], 0, plan.tier)
         if plan.final_chunks:
-            rows += self._rows(step, step.results[-1], trees, NO_DRAFT)
+            # Of each a tree of its root alone.
+            rows += self._rows(step, step.results[-1], trees, OFF)
         return tuple(rows), extras.read(plan, step.extras)
 
     def _rows(

@@ -31,7 +31,7 @@ def overlap_mode(config: EngineConfig) -> str:
 def count_threads(config: EngineConfig, device: torch.device) -> int:
     """Threads of torch for each stream of the CPU."""
     stored = torch.int8 if config.quantization else pick_dtype(config, device)
-    size, ranks = weight_bytes(config, stored), config.tensor_parallel_size
+    size, ranks = parameter_count(config.target_path) * stored.itemsize, config.tensor_parallel_size
     if config.quantization == "int4":
         size //= 2
     return pick_threads(config.threads, size // ranks, ranks)
@@ -63,11 +63,6 @@ def machine_key(config: EngineConfig) -> dict[str, Any]:
         **({"kernels": "native"} if device.type == "cpu" and cpu.native() else {}),
         **({"ranks": config.tensor_parallel_size} if config.tensor_parallel_size > 1 else {}),
     }
-
-
-def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of the target's weights in ``dtype``."""
-    return parameter_count(config.target_path) * dtype.itemsize
 
 
 def check_quantization(name: str, device: torch.device) -> None:

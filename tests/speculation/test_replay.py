@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from overlap_spec.speculation.cost import PROFILE_SPREAD
-from overlap_spec.speculation.policy import OFF, LengthPolicy, StaticPolicy
+from overlap_spec.speculation.policy import LengthPolicy, StaticPolicy
 from overlap_spec.speculation.presets import load_policy
-from overlap_spec.tiers import Tier
+from overlap_spec.tiers import OFF, Tier
 from tests.support.replay import Recorded, read_recorded, replay
 
 SEEDS = range(8)

@@ -13,6 +13,7 @@ import torch
 
 from overlap_spec.config import EMBEDDED, OVERLAP_MODES, EngineConfig
 from overlap_spec.models.packing import has_bfloat16
+from overlap_spec.models.tensors import parameter_count
 from overlap_spec.worker import cores
 from overlap_spec.worker.build import build_streams
 from overlap_spec.worker.cores import (
@@ -23,7 +24,7 @@ from overlap_spec.worker.cores import (
     pick_float,
     pick_threads,
 )
-from overlap_spec.worker.site import overlap_mode, pick_dtype, weight_bytes
+from overlap_spec.worker.site import overlap_mode, pick_dtype
 
 LARGE = 1 << 40
 
@@ -144,7 +145,7 @@ def test_auto_reads_the_checkpoint(
 def test_prefill_has_a_stream_of_its_own_where_a_core_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert 4e6 < weight_bytes(EngineConfig(), torch.int8) < 5e6
+    assert 4e6 < parameter_count(EngineConfig().target_path) < 5e6
     for module in ("build", "cores", "site"):
         monkeypatch.setattr(f"overlap_spec.worker.{module}.physical_cores", lambda: 2)
     for threads, apart in ((None, True), (1, True), (2, False)):
