@@ -34,7 +34,7 @@ class EngineLoop:
         assert self.compiler.ceiling is not None
         self.memory_limit_bytes = self.compiler.ceiling.most_bytes
         self.context_length = self.core.worker.traits.context_length
-        self.limits = Limits(self.context_length, self.core.scheduler.pages.longest)
+        self.limits = Limits(self.context_length, self.core.scheduler.allocator.longest)
         self.sequences = SequenceMaker(
             self.tokenizer, self.limits, self.core.budgets.widens, config.complete
         )
@@ -76,7 +76,7 @@ class EngineLoop:
         """Forget the computed pages of earlier prompts that no request holds; how many there
         were."""
         with self._calls.held():
-            return self.core.scheduler.pages.flush()
+            return self.core.scheduler.allocator.flush()
 
     def admit(
         self, request: Request, compiled: CompiledGrammar | None = None, compile_ms: float = 0.0

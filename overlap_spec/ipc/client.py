@@ -118,7 +118,7 @@ class EngineClient:
     def end_open(self, reason: str) -> None:
         """Abort all open requests; those who wait for them get the reason, as
         :class:`EngineUnavailable`."""
-        for handle in self.open_requests:
+        for handle in list(self.open_requests.values()):
             handle.abort()
             handle.fail(EngineUnavailable(reason))
 
@@ -230,8 +230,8 @@ class EngineClient:
             else "the engine stopped while this request was under way: it is being restarted, "
             "send the request again"
         )
-        for handle in self.open_requests:
-            self.open_requests.fail(handle.request.id, error)
+        for number in list(self.open_requests):
+            self.open_requests.fail(number, error)
         for query in self._queries.values():
             if not query.done():
                 query.set_exception(error)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from overlap_spec.children import OwnProcess
 from overlap_spec.errors import (
     GrammarError,
@@ -18,7 +16,7 @@ from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.shares import Shares
 
 
-class OpenRequests:
+class OpenRequests(dict[int, AsyncRequestHandle]):
     """The requests to one engine that are open, by their numbers.
 
     Attributes:
@@ -26,19 +24,10 @@ class OpenRequests:
     """
 
     def __init__(self) -> None:
-        self._handles: dict[int, AsyncRequestHandle] = {}
+        super().__init__()
         self._own_process = OwnProcess()
         # Room is made when the engine has said how many requests run at once.
         self.held = Shares(0)
-
-    def __len__(self) -> int:
-        return len(self._handles)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._handles
-
-    def __iter__(self) -> Iterator[AsyncRequestHandle]:
-        return iter(list(self._handles.values()))
 
     def check_room(self, holder: str) -> None:
         """Raise QueueFull if a holder may open no further request, and EngineUnavailable in a fork
@@ -54,7 +43,7 @@ class OpenRequests:
 
     def add(self, handle: AsyncRequestHandle) -> None:
         """Open a request."""
-        self._handles[handle.request.id] = handle
+        self[handle.request.id] = handle
         self.held.add(handle.request.holder)
 
     def deliver(self, outputs: m.EngineOutputs) -> None:
@@ -63,10 +52,10 @@ class OpenRequests:
             self.fail(rejected.id, _rejection(rejected))
         for number in outputs.queued:
             if number in self:
-                self._handles[number].set_queued()
+                self[number].set_queued()
         for piece in outputs.deltas:
             if piece.id in self:
-                self._handles[piece.id].push(piece.delta)
+                self[piece.id].push(piece.delta)
         for finished in outputs.finished:
             if (handle := self._close(finished.id)) is not None:
                 handle.end(finished.output, finished.error_type)
@@ -77,7 +66,7 @@ class OpenRequests:
             handle.fail(error)
 
     def _close(self, number: int) -> AsyncRequestHandle | None:
-        handle = self._handles.pop(number, None)
+        handle = self.pop(number, None)
         if handle is not None:
             self.held.add(handle.request.holder, -1)
         return handle

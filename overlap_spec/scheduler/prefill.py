@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from overlap_spec.scheduler.pages import SequencePages
+from overlap_spec.scheduler.pages import PageAllocator
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.shares import Turns
 from overlap_spec.steps import Chunk
@@ -20,7 +20,7 @@ class Prefill:
         pages: Of the sequences.
     """
 
-    def __init__(self, chunk_tokens: int, pages: SequencePages) -> None:
+    def __init__(self, chunk_tokens: int, pages: PageAllocator) -> None:
         self._chunk_tokens, self._pages, self._passes = chunk_tokens, pages, Turns()
 
     def chunks(

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from overlap_spec.scheduler.pages import PageAllocator, SequencePages
+from overlap_spec.scheduler.pages import PageAllocator
 from overlap_spec.scheduler.prefill import Prefill
 from overlap_spec.scheduler.prefix import PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
@@ -47,13 +47,12 @@ class Scheduler:
         assign: Callable[[Sequence], None],
         reuse: bool = True,
     ) -> None:
-        self.allocator = PageAllocator(pages, PrefixTree(page_size))
-        self.pages = SequencePages(self.allocator, reserve_tokens, reuse)
+        self.allocator = PageAllocator(pages, PrefixTree(page_size), reserve_tokens, reuse)
         self.reserve_tokens = reserve_tokens
         self.waiting: FairQueue[Sequence] = FairQueue(lambda s: s.request.holder, _rank)
         self.running: list[Sequence] = []
         self._free_rows = deque(range(max_rows))
-        self._prefill = Prefill(chunk_tokens, self.pages)
+        self._prefill = Prefill(chunk_tokens, self.allocator)
         self._assign = assign
         self._steps = self._committed = self._starts = 0
         self.preemptions = 0
@@ -63,7 +62,7 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that is at most ``pages.longest`` when it ends."""
+        """Queue a sequence that is at most ``allocator.longest`` when it ends."""
         self.waiting.append(sequence)
 
     def plan(self, choose: Callable[[list[Sequence], int, int], Budget]) -> StepPlan | None:
@@ -75,7 +74,7 @@ class Scheduler:
                 tokens that it prefills.
         """
         live, moves = self._live(), self._starts + self.preemptions
-        size, reserve = self.pages.size, self.reserve_tokens
+        size, reserve = self.allocator.size, self.reserve_tokens
         for sequence in live:
             keys = sequence.key_tokens
             if keys + reserve <= len(sequence.pages) * size:
@@ -97,11 +96,12 @@ class Scheduler:
         self._steps += 1
         for sequence, chunk in chunks:
             sequence.planned_tokens += 0 if chunk.comes_again else len(chunk.tokens)
-            self.pages.offer(sequence, sequence.planned_tokens)
+            self.allocator.offer(sequence, sequence.planned_tokens)
         for sequence in members:
             sequence.last_step = self._steps
-        granted, self.pages.granted = tuple(self.pages.granted), []
-        untrusted, self.pages.untrusted = tuple(self.pages.untrusted), []
+        pages = self.allocator
+        granted, pages.granted = tuple(pages.granted), []
+        untrusted, pages.untrusted = tuple(pages.untrusted), []
         return StepPlan(
             index=self._steps,
             budget=choose(trees, self._steps, sum(len(c.tokens) for _, c in chunks)),
@@ -137,7 +137,7 @@ class Scheduler:
                     got = extra.begin(got, plan.index)
             if got.error is not None:
                 # Also of one that has ended: its pages hold it all the same.
-                self.pages.distrust(sequence)
+                self.allocator.distrust(sequence)
             if sequence.finish_reason is None:
                 sequence.tier, sequence.confidences = tier, got.confidences
                 kept.append((sequence, sequence.take(got, row in trees, now_ns)))
@@ -200,7 +200,7 @@ class Scheduler:
         """Give rows to waiting sequences while their known text fits into the free pages."""
         if not self.waiting or not self._free_rows:
             return
-        needed_by = self.pages.needed
+        needed_by = self.allocator.needed
         promised = sum(max(needed_by(s.most_tokens) - len(s.pages), 0) for s in self.running)
         while self.waiting and self._free_rows:
             line = self.waiting.line()
@@ -224,7 +224,7 @@ class Scheduler:
 
         False where that has to wait: pages that a step under way reads are not free.
         """
-        missing = self.pages.needed(tokens) - len(sequence.pages)
+        missing = self.allocator.needed(tokens) - len(sequence.pages)
         if missing <= 0:
             return True
         while missing > self.allocator.free_count:
@@ -237,12 +237,12 @@ class Scheduler:
             self.preemptions += 1
             if victim is sequence:
                 return False
-        self.pages.give(sequence, missing)
+        self.allocator.give(sequence, missing)
         return True
 
     def _leave(self, sequence: Sequence) -> None:
         """Take a sequence's row and pages."""
-        self.pages.take_back(sequence)
+        self.allocator.take_back(sequence)
         for extra in sequence.extras.values():
             extra.leave()
         self._free_rows.append(sequence.row)
