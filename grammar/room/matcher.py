@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.matching.around import Around
 from overlap_spec.grammar.room.chart import Chart, Place, Step
 from overlap_spec.grammar.room.room import AHEAD_TOKENS, APART_TOKENS, Room
@@ -96,7 +97,7 @@ class RoomMatcher(Around):
         if len(self._tokens) + len(tokens) > self._ample:
             self._tight.clear()
             if not self._is_ample(len(tokens)) and self._chart_now() is not None:
-                super().fill_tree(tokens, first_child, next_sibling, rows)
+                walk.fill_tree(self, tokens, first_child, next_sibling, rows)
                 return
         self.inner.fill_tree(tokens, first_child, next_sibling, rows)
 

@@ -49,7 +49,7 @@ class DraftPhase:
                 proposes nothing are left to the drafter behind it, if there is one.
         """
         batch, plan, rows = step.batch, step.batch.plan, step.batch.rows
-        if step.dropped or not batch.trees:
+        if not batch.trees:
             return
         pages, tier, stop = self.runner.tables.pages[rows, : self._visible(plan)], plan.tier, None
         # Rows that draw their tokens share their noise with the drafts. And where nobody has a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from overlap_spec.steps import TOLD, HostTrees, Int32s, Int64s, StepPlan
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import PlanUpload, Staging
 from overlap_spec.worker.graphs import graph_size
+from overlap_spec.worker.host_drafts import Proposal
 from overlap_spec.worker.kv_pool import lazy_zeros
 from overlap_spec.worker.packed_rows import row_width
 from overlap_spec.worker.passes import GrammarRows, StepTensors
@@ -163,6 +164,7 @@ class InFlightStep:
         limits: Depth down to which each request's mask rows are good.
         results: The packed results of the trees and of the final chunks, on the host.
         extras: What the optional parts found, by name, on the host.
+        dropped: Whether nothing of it is asked for any more.
     """
 
     plan: StepPlan
@@ -175,6 +177,7 @@ class InFlightStep:
     results: list[Tensor] = field(default_factory=list)
     logprobs: list[tuple[Tensor, ...]] = field(default_factory=list)
     extras: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    dropped: bool = False
 
     @property
     def events(self) -> Events:
@@ -183,6 +186,11 @@ class InFlightStep:
     def upload_plan(self, upload: PlanUpload) -> None:
         """Bring the plan to the device."""
         self.tensors.batch = upload(self.plan, self.buffers.staging)
+
+    def draft(self, phase: Callable[..., None], proposal: Proposal | None) -> None:
+        """Have its trees drafted by ``phase``, unless they are not wanted any more."""
+        if not self.dropped:
+            phase(self.tensors, proposal)
 
     def copy_tree(self) -> None:
         """Bring the drafted trees to the host."""

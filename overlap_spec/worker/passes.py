@@ -113,7 +113,6 @@ class StepTensors:
 
     Attributes:
         features: What its requests ask of the sampler.
-        dropped: Whether nothing of it is asked for any more.
         free: Whether each request of ``plan.verified`` is inside its thinking; empty: none is.
         grammar: None where no request has one; the others: where the step has no such pass.
     """
@@ -126,7 +125,6 @@ class StepTensors:
     grammar: GrammarRows | None = None
     free: Sequence[bool] = ()
     decided: Accepted = NOTHING
-    dropped: bool = False
 
 
 @dataclass(eq=False)

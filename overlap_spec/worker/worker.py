@@ -168,7 +168,7 @@ class Worker:
         """
         self.tell("draft", proposal)
         compute, copy = self.streams.compute, self.streams.copy
-        compute.run("draft", self.phases.draft, step.tensors, proposal)
+        compute.run("draft", step.draft, self.phases.draft, proposal)
         if step.tree_is_read:
             compute.record(step.events.drafted)
             copy.wait(step.events.drafted)
@@ -238,7 +238,7 @@ class Worker:
     def drop(self, step: InFlightStep) -> None:
         """Give up a step: nothing of it is asked for. Its drafts are not made if they have not
         begun; where ranks draft together none knows what the others have begun."""
-        step.tensors.dropped = self.runner.target.config.shard.size == 1
+        step.dropped = self.runner.target.config.shard.size == 1
         if step.tree_is_read:
             self.streams.compute.wait(step.events.tree_on_host)
         step.buffers.keep = step.tensors
