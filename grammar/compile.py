@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +54,6 @@ TIMINGS = 1024
 COUNT_EVERY_S = 1.0
 # Grammars after thinking of which it is kept how long their texts are at least.
 ROOMS = 64
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -413,7 +412,10 @@ class GrammarCompiler:
             try:
                 reach, is_apart = compiled.reach, bool(compiled.plan)
                 compiled = distinct_matcher.wrap(compiled, compiled.plan)
-                compiled.states, compiled.reach = _made(states), reach
+                compiled.reach = reach
+                if states is not None and not states.cancelled() and states.exception() is None:
+                    # Else it has none, and is as good without.
+                    compiled.states = states.result()
                 compiled.room = self._rooms.of(as_compiled(pending.key[0]), reach, is_apart)
             except GrammarError as refusal:
                 error = refusal
@@ -501,13 +503,6 @@ def _then(
     waiter.add_done_callback(leave)
     first.add_done_callback(land)
     return waiter
-
-
-def _made(future: Future[T] | None) -> T | None:
-    """What was made beside a compile; None where it could not be, or nobody asked."""
-    if future is None or future.cancelled() or future.exception() is not None:
-        return None
-    return future.result()
 
 
 def _percentiles(values: Iterable[float]) -> dict[str, float] | None:

@@ -21,7 +21,7 @@ from overlap_spec.ipc.request_handle import AsyncRequestHandle
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
 
-__all__ = ["AsyncEngine", "AsyncRequestHandle", "count_characters"]
+__all__ = ["AsyncEngine", "AsyncRequestHandle"]
 
 # Prompts longer than this are tokenised in a thread, in characters.
 LONG_PROMPT = 2048
@@ -165,8 +165,7 @@ class AsyncEngine(EngineClient):
             QueueFull: too many requests are open or are being prepared.
         """
         process = partial(self.input_processor.process, prompt, grammar, sampling, **options)
-        size = count_characters(prompt)
-        self.input_processor.check_length(size)
+        size = self.input_processor.check_length(prompt)
         # A chat template writes something around each message, and may write these too.
         if not isinstance(prompt, str):
             size += CHARACTERS_AROUND * len(prompt)

@@ -204,7 +204,7 @@ class InputProcessor:
             InvalidRequest: an invalid argument; names the field.
         """
         arrival_ns = time.perf_counter_ns()
-        self.check_length(count_characters(prompt))
+        self.check_length(prompt)
         grammar = as_grammar(grammar, self._additional_properties)
         fields = sampling_fields(options)
         raw, tools = options.get("raw", False), as_tools(options.get("tools"))
@@ -237,11 +237,10 @@ class InputProcessor:
             warnings=_unread(self.tokenizer.unread(rendering.variables)),
         )
 
-    def check_length(self, characters: int) -> None:
-        """Raise InvalidRequest if no prompt of so many characters fits the context.
-
-        Cheap, unlike tokenising the prompt and counting its tokens.
-        """
+    def check_length(self, prompt: Any) -> int:
+        """Characters of a prompt, as :func:`count_characters`; InvalidRequest if none with so many
+        fits the context. Cheap, unlike tokenising it and counting its tokens."""
+        characters = count_characters(prompt)
         if characters > self._most_characters:
             raise InvalidRequest(
                 f"the prompt has {characters} characters; the context of "
@@ -249,6 +248,7 @@ class InputProcessor:
                 "leaves no room for output: shorten the prompt",
                 "prompt",
             )
+        return characters
 
     def prompt_ids(
         self,
@@ -458,11 +458,3 @@ def check_text(data: Any, param: str | None) -> None:
             stack += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple) and not is_token_ids(value):
             stack += value
-
-
-def parse_output(grammar: Grammar, text: str) -> Any:
-    """The parsed output; None if the caller's stop string cut it short, or its type refuses it."""
-    try:
-        return grammar.parse(text)
-    except Exception:  # a type's own checks raise what they like, and cost its request alone
-        return None

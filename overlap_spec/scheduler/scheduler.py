@@ -49,7 +49,10 @@ class Scheduler:
     ) -> None:
         self.allocator = PageAllocator(pages, PrefixTree(page_size), reserve_tokens, reuse)
         self.reserve_tokens = reserve_tokens
-        self.waiting: FairQueue[Sequence] = FairQueue(lambda s: s.request.holder, _rank)
+        # One that was preempted keeps the place of its arrival.
+        self.waiting: FairQueue[Sequence] = FairQueue(
+            lambda s: s.request.holder, lambda s: (-s.request.priority, s.request.id)
+        )
         self.running: list[Sequence] = []
         self._free_rows = deque(range(max_rows))
         self._prefill = Prefill(chunk_tokens, self.allocator)
@@ -248,8 +251,3 @@ class Scheduler:
         self._free_rows.append(sequence.row)
         sequence.row = -1
         self.running.remove(sequence)
-
-
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    """Place in the queue; a preempted sequence keeps that of its arrival."""
-    return -sequence.request.priority, sequence.request.id

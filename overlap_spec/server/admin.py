@@ -15,7 +15,6 @@ from fastapi import Query, Request
 from pydantic import Field
 from starlette.responses import FileResponse, Response
 
-from overlap_spec.async_engine import count_characters
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
 from overlap_spec.memory import rss_bytes
 from overlap_spec.server.errors import ApiError, Json
@@ -110,7 +109,7 @@ async def tokenize(service: Serving, body: TokenizeBody, http: Request) -> Respo
     tokenizer = service.engine.tokenizer
     if body.messages is not None:
         engine = service.engine
-        engine.input_processor.check_length(count_characters(body.messages))
+        engine.input_processor.check_length(body.messages)
         work = partial(engine.input_processor.prompt_ids, body.messages)
     else:
         assert body.prompt is not None

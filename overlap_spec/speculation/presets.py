@@ -89,7 +89,7 @@ def load_policy(
             f"num_draft_tokens: the chains of {name_or_path!r} verify all that they draft; leave "
             f"it out: {nodes}"
         )
-    tier_of = partial(_tier_of, top_k=top_k, nodes=nodes)
+    tier_of = partial(static_tier, top_k=top_k, nodes=None if top_k == 1 else nodes)
     settings = PRESETS[name] if name in PRESETS else read_config(name_or_path)
     slots = {bound: EmaSlot(slot, steps) for bound, slot in settings.items()}
     return SlotPolicy(name if name in PRESETS else name_or_path, slots, tier_of)
@@ -118,10 +118,6 @@ def read_config(path: str) -> dict[int, SlotSettings]:
         return _slots(data)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"adaptive config {path!r}: {error}") from error
-
-
-def _tier_of(steps: int, top_k: int, nodes: int | None) -> Tier:
-    return static_tier(steps, top_k, None if top_k == 1 else nodes)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

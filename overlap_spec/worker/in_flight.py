@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from overlap_spec.steps import TOLD, HostTrees, Int32s, Int64s, StepPlan
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import PlanUpload, Staging
 from overlap_spec.worker.graphs import graph_size
-from overlap_spec.worker.host_drafts import Proposal
 from overlap_spec.worker.kv_pool import lazy_zeros
 from overlap_spec.worker.packed_rows import row_width
 from overlap_spec.worker.passes import GrammarRows, StepTensors
@@ -187,7 +186,7 @@ class InFlightStep:
         """Bring the plan to the device."""
         self.tensors.batch = upload(self.plan, self.buffers.staging)
 
-    def draft(self, phase: Callable[..., None], proposal: Proposal | None) -> None:
+    def draft(self, phase: Callable[[StepTensors, Any], None], proposal: object) -> None:
         """Have its trees drafted by ``phase``, unless they are not wanted any more."""
         if not self.dropped:
             phase(self.tensors, proposal)
