@@ -36,7 +36,7 @@ class HeadDrafter(TreeDrafter):
         load_head: Reads the head of a folder, which is for a target, in a type.
     """
 
-    load_head: ClassVar[Callable[[Path, Decoder, torch.dtype], Any]]
+    load_head: ClassVar[staticmethod[[Path, Decoder, torch.dtype], Any]]
 
     def __init__(
         self,

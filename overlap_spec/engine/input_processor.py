@@ -114,7 +114,7 @@ class Generates(Protocol[One, Many, Nested]):
     it."""
 
     @overload
-    def __call__(  # type: ignore[overload-overlap]
+    def __call__(
         self,
         prompt: Prompt,
         grammar: GrammarLike = None,
@@ -124,7 +124,7 @@ class Generates(Protocol[One, Many, Nested]):
     ) -> One: ...
 
     @overload
-    def __call__(  # type: ignore[overload-overlap]
+    def __call__(
         self,
         prompt: Prompt,
         grammar: GrammarLike = None,

@@ -55,7 +55,8 @@ class DraftPhase:
         # Rows that draw their tokens share their noise with the drafts. And where nobody has a
         # grammar, none is asked: it takes its time.
         kind = step.features.sampled, self.runner.reads_states and any(plan.grammar[: batch.trees])
-        proposed = over = None
+        proposed: Draft | None = None
+        over: Draft | None = None
         if proposal is not None:
             device = self.runner.tables.device
             proposed = Draft(*(uploaded(torch.from_numpy(part), device) for part in proposal))
