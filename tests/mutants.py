@@ -153,8 +153,8 @@ MUTANTS = (
     Mutant(
         "priorities order nothing",
         SCHEDULER,
-        "return -sequence.request.priority, sequence.request.id",
-        "return 0, sequence.request.id",
+        "lambda s: (-s.request.priority, s.request.id)",
+        "lambda s: (0, s.request.id)",
         (T_SCHEDULER + "test_priorities_and_arrival_order",),
     ),
     Mutant(

@@ -239,7 +239,7 @@ class Filling:
         self.prompt = Prompt(self.text_of(history.prompt), table.keys)
         self.place, self._read, self._said = START, 0, b""
         self._used: set[int] = set()
-        self._encoded: dict[bytes, Sequence[int]] = {}
+        self._encoded: OrderedDict[bytes, Sequence[int]] = OrderedDict()
         self._options: dict[Place, list[tuple[bytes, float]]] = {}
 
     def text_of(self, tokens: Sequence[int]) -> bytes:
@@ -302,16 +302,13 @@ class Filling:
         return chances
 
     def _tokens(self, text: bytes) -> Sequence[int]:
-        known = self._encoded.get(text)
-        if known is None:
-            if len(self._encoded) >= ENCODED:
-                self._encoded.clear()
+        def encode() -> Sequence[int]:
             try:
-                known = self._encode(text.decode())
+                return self._encode(text.decode())
             except UnicodeDecodeError as error:
-                known = self._encode(text[: error.start].decode())
-            self._encoded[text] = known
-        return known
+                return self._encode(text[: error.start].decode())
+
+        return newest(self._encoded, text, encode, ENCODED)
 
     def _texts_behind(
         self, place: Place, said: bytes, room: int, branches: int

@@ -119,12 +119,8 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
 
 def _warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
     """Compile, measure and record what the first steps want."""
-    config, worker, policy, tiers = (
-        core.config,
-        core.worker,
-        core.budgets.policy,
-        core.budgets.policy.tiers,
-    )
+    config, worker, policy = core.config, core.worker, core.budgets.policy
+    tiers = policy.tiers
     taken = with_wide(tiers) if core.budgets.widens else tiers
     policy.tell_waits(worker.recordings.wait_ms)
     # A wide tier's drafts are the grammar's too: its budget has no stop.

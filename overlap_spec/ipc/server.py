@@ -6,6 +6,7 @@ is gone, and the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -87,18 +88,15 @@ class EngineServer:
                 raw = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(m.decode_to_server(raw))
-
-    def _handle(self, message: m.ToServer) -> None:
-        match message:
-            case m.AddRequest():
-                self._add(message)
-            case m.AbortRequest():
-                self._abort(message.id)
-            case m.Query():
-                self.socket.send(m.encode(m.QueryResult(message.id, self._answer(message))))
-            case m.Shutdown():
-                self._shutdown = True
+            match m.decode_to_server(raw):
+                case m.AddRequest() as message:
+                    self._add(message)
+                case m.AbortRequest(number):
+                    self._abort(number)
+                case m.Query(number) as query:
+                    self.socket.send(m.encode(m.QueryResult(number, self._answer(query))))
+                case m.Shutdown():
+                    self._shutdown = True
 
     def _answer(self, query: m.Query) -> dict[str, Any]:
         match query.what:
@@ -127,14 +125,13 @@ class EngineServer:
             self._reject(number, error)
             return
         self.compiling[number] = Compiling(request, future)
-        future.add_done_callback(lambda _: self._wake())
 
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_write, b"!")
-        except OSError:
+        def wake(_: object) -> None:
             # A full pipe wakes the loop as well; a closed one means that the loop has ended.
-            return
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, b"!")
+
+        future.add_done_callback(wake)
 
     def _admit_compiled(self) -> None:
         for number, (request, future) in list(self.compiling.items()):

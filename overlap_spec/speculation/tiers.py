@@ -92,14 +92,11 @@ class EmaSlot:
         settled = self.count - settings.warmup_batches
         if settled > 0 and settled % settings.update_interval == 0:
             index = self.candidates.index(self.steps)
-            target = self._probe() if self.steps == 0 else self._walk(index)
-            self._switch(self.candidates[target])
-
-    def _switch(self, steps: int) -> None:
-        if steps != self.steps:
-            self.reason = f"{self.ema:.2f} accepted drafts a verify at {self.steps} steps"
-            self.steps = steps
-            self.switches += 1
+            target = self.candidates[self._probe() if self.steps == 0 else self._walk(index)]
+            if target != self.steps:
+                self.reason = f"{self.ema:.2f} accepted drafts a verify at {self.steps} steps"
+                self.steps = target
+                self.switches += 1
 
     def _probe(self) -> int:
         target = min(1, len(self.candidates) - 1)

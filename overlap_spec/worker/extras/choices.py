@@ -304,7 +304,11 @@ class _Layout:
         at, wanted = [], []
         for number, (ask, start) in enumerate(zip(asked, first.tolist(), strict=True)):
             trie = ask.what.trie
-            _mark_ancestors(self.mask[start : start + len(trie.tokens)], trie.parents)
+            # Every node sees itself and what is above it.
+            for node, parent in enumerate(trie.parents.tolist(), start):
+                if parent >= 0:
+                    self.mask[node] = self.mask[start + parent]
+                self.mask[node, node - start] = True
             # Below 0: after a chunk.
             at += [np.where(trie.parents < 0, -1 - number, start + trie.parents)]
             wanted += [trie.tokens]
@@ -327,14 +331,6 @@ class _Layout:
         nodes = self._at[self._roots :]
         low, high = self._roots + np.searchsorted(nodes, (start, end))
         return self._at[low:high] - start, self._wanted[low:high]
-
-
-def _mark_ancestors(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]], parents: Int64s) -> None:
-    """Let every node see itself and what is above it."""
-    for node, parent in enumerate(parents.tolist()):
-        if parent >= 0:
-            mask[node] = mask[parent]
-        mask[node, node] = True
 
 
 def _gathered(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
