@@ -130,8 +130,7 @@ class EngineCore:
         if self._in_flight is not None and all(
             s.finish_reason is not None for s in self.scheduler.running
         ):
-            with self.worker.watched():
-                self._drain()
+            self._drain()
         runs, self._runs = self._runs, []
         ended = [s for s in self.scheduler.running if s.finish_reason is not None]
         retired = self.scheduler.retire()
@@ -203,8 +202,10 @@ class EngineCore:
 
     def _drain(self) -> bool:
         """Read the step under way, after which the worker is at rest; False if there is none."""
+        # A step that cannot be read any more is not asked for again.
         last, self._in_flight = self._in_flight, None
-        self._accept(self._results(last))
+        with self.worker.watched():
+            self._accept(self._results(last))
         self._before = None
         return last is not None
 
