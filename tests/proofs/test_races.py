@@ -59,10 +59,10 @@ def watch_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Tensor, "numpy", reading(PLAIN_NUMPY))
     monkeypatch.setattr(Tensor, "tolist", reading(PLAIN_TOLIST))
-    trees = Worker.trees
+    read_trees = InFlightStep.read_trees
 
-    def lent(worker: Worker, step: InFlightStep) -> Any:
-        found = trees(worker, step)
+    def lent(step: InFlightStep) -> Any:
+        found = read_trees(step)
         nodes = int(found.offsets[-1])
         buffers = step.buffers
         for buffer in (
@@ -73,7 +73,7 @@ def watch_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
             world.by_host(buffer, write=True)
         return found
 
-    monkeypatch.setattr(Worker, "trees", lent)
+    monkeypatch.setattr(InFlightStep, "read_trees", lent)
 
 
 def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
