@@ -157,4 +157,4 @@ def widened(budget: Budget, told: Sequence[int]) -> Budget:
     most = tuple(max(most, min(own, wide.nodes)) for most, own in zip(before, told, strict=True))
     nodes = sum(before) if budget.nodes is None else budget.nodes
     nodes += sum(most) - sum(before)
-    return Budget(wide, nodes, budget.least or (1,) * len(told), most)
+    return Budget(wide, nodes, most)

@@ -108,8 +108,8 @@ class DraftPhase:
         wanted += rows - batch.trees
         # A recording for every number of nodes would be too many.
         count = self.recordings.packed_size(drafted.tier, rows, wanted)
-        bounds = (None, None) if batch.plan.budget.nodes is None else (batch.least, batch.most)
-        selected = select_nodes(worth, count, *bounds)
+        most = None if batch.plan.budget.nodes is None else batch.most
+        selected = select_nodes(worth, count, most)
         scores = tree.scores.masked_fill(selected.scores == -torch.inf, -torch.inf)
         draft = Draft(tree.tokens[:, 1:], tree.parents[:, 1:], scores[:, 1:])
         links, *kept = link(roots.tokens, draft, drafted.tier.steps)

@@ -106,7 +106,7 @@ def warm_packed(worker: Worker, tier: Tier, size: int) -> None:
         return
     wanted = (n for n in powers_of_two(nodes - 1) if n >= size)
     for count in sorted({worker.recordings.packed_size(tier, size, n) for n in wanted}):
-        budget = Budget(tier, count, (1,) * size, (tier.nodes,) * size)
+        budget = Budget(tier, count, (tier.nodes,) * size)
         plan = StepPlan(0, budget, (row,) * size, (), (0,) * size, (False,) * size, 0, ())
         step = planned(worker, plan)
         worker.phases.draft(step)

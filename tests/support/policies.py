@@ -41,6 +41,6 @@ def share_nodes(
         batch, tier = view.batch, chosen(view).tier
         if not batch or tier.nodes == 1:
             return Budget(tier)
-        return Budget(tier, nodes(batch, tier), (1,) * batch, (tier.nodes,) * batch)
+        return Budget(tier, nodes(batch, tier), (tier.nodes,) * batch)
 
     monkeypatch.setattr(policy, "choose", choose)

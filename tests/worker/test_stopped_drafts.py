@@ -241,7 +241,6 @@ def test_a_stop_leaves_out_what_is_worth_least(
     for outcome in shared:
         budget, trees = outcome.budget, outcome.view.batch
         assert trees <= (budget.nodes or 0) < trees * budget.tier.nodes
-        assert budget.least == (1,) * trees
     packed = [r for r in results if r.plan.budget.nodes is not None]
     assert any(r.verified_rows < len(r.rows) * r.plan.tier.nodes for r in packed)
 
