@@ -59,7 +59,7 @@ from overlap_spec.config import OVERLAP_MODES, EngineConfig, drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.worker.build import pick_device, pick_dtype
+from overlap_spec.worker.site import pick_device, pick_dtype
 
 PLAIN = "plain"
 EMBEDDED_NAME = "embedded"

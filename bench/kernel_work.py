@@ -248,8 +248,8 @@ def _tree(d: Draw, batch: int) -> Iterator[Work]:
         return root, tokens, parents, -d.uniform(batch, NODES - 1), STEPS
 
     def select() -> tuple[Any, ...]:
-        least, most = d.integers(1, 3, batch), d.integers(NODES // 2, NODES + 1, batch)
-        return -d.uniform(batch, NODES), batch * NODES // 2, least, most
+        most = d.integers(NODES // 2, NODES + 1, batch)
+        return -d.uniform(batch, NODES), batch * NODES // 2, most
 
     def accept() -> tuple[Any, ...]:
         tree = kernels.build_tree(*nodes())

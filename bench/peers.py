@@ -68,7 +68,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 from overlap_spec.memory import machine_bytes
-from overlap_spec.worker.build import pick_device, pick_dtype
+from overlap_spec.worker.site import pick_device, pick_dtype
 
 OURS = "overlap-spec"
 PLAIN = f"{OURS} plain"

@@ -86,7 +86,7 @@ def install(engine: Engine, policies: Mapping[str, LengthPolicy]) -> Turns:
         engine: Its own policy drafts at least as far as any of these.
     """
     turns, core = Turns(policies), engine.core
-    most = max(tier.window_tokens for tier in core.policy.tiers)
+    most = max(tier.window_tokens for tier in core.budgets.policy.tiers)
     if max(tier.window_tokens for tier in turns.tiers) > most:
         raise ValueError(f"a policy drafts more than the {most} tokens that the engine reserves")
     core.budgets.policy = turns

@@ -10,10 +10,11 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
+from overlap_spec.caches import newest
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
@@ -30,7 +31,7 @@ from overlap_spec.grammar.isolation.jobs import (
     thinking_of,
 )
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.grammar.isolation.pool import make_pool
+from overlap_spec.grammar.isolation.pool import InProcess, Pool, make_pool
 from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
 from overlap_spec.grammar.room.room import Room
 from overlap_spec.grammar.spec import Grammar
@@ -53,7 +54,6 @@ TIMINGS = 1024
 COUNT_EVERY_S = 1.0
 # Grammars after thinking of which it is kept how long their texts are at least.
 ROOMS = 64
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -71,6 +71,114 @@ class _PendingCompile:
         for future in (self.inner, self.states):
             if future is not None:
                 future.cancel()
+
+
+class Cache:
+    """Compiled grammars, of which those that were used longest ago go first, and for seconds why
+    others failed. Of one thread at a time.
+
+    Args:
+        most_bytes: Limit on what the grammars take together, which they do the more, the more they
+            are used.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.used_bytes = most_bytes, 0
+        self.counts = Counter[str]()
+        self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
+        self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
+        self._counted_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+    def find(self, key: Key) -> CompiledGrammar | GrammarError | None:
+        """What is known of a grammar."""
+        if key in self._done:
+            self.counts["hits"] += 1
+            self._done.move_to_end(key)
+            found = self._done[key]
+            if time.monotonic() >= self._counted_s + COUNT_EVERY_S:
+                self._recount()
+            return found
+        until_s, error = self._failed.get(key, (0.0, None))
+        if error is None:
+            return None
+        if time.monotonic() >= until_s:
+            del self._failed[key]
+            return None
+        self.counts["remembered"] += 1
+        return copy.copy(error)
+
+    def keep(self, key: Key, compiled: CompiledGrammar) -> None:
+        """Keep a grammar, if it fits."""
+        if _size(compiled) <= self.most_bytes and key not in self._done:
+            self._done[key] = compiled
+            self._recount()
+
+    def keep_failure(self, key: Key, error: GrammarError, kept_s: float) -> None:
+        """Keep for some seconds why a grammar failed."""
+        self._failed[key] = (time.monotonic() + kept_s, copy.copy(error))
+        while len(self._failed) > FAILURES:
+            self._failed.popitem(last=False)
+
+    def make_way(self, ceiling: MemoryCeiling | None) -> bool:
+        """Whether the process is under its ceiling; evicts half of the grammars at a time until it
+        is."""
+        while ceiling is not None and ceiling.is_reached():
+            if not self._done:
+                return False
+            for _ in range((len(self._done) + 1) // 2):
+                self._evict()
+            trim()
+        return True
+
+    def clear(self) -> None:
+        """Forget all grammars."""
+        self._done.clear()
+        self.used_bytes = 0
+
+    def _recount(self) -> None:
+        """Count the bytes, and drop what was not used for longest until they fit."""
+        self.used_bytes = sum(map(_size, self._done.values()))
+        while self.used_bytes > self.most_bytes:
+            self._evict()
+        self._counted_s = time.monotonic()
+
+    def _evict(self) -> None:
+        _, oldest = self._done.popitem(last=False)
+        self.used_bytes -= _size(oldest)
+        self.counts["evicted"] += 1
+
+
+class Rooms:
+    """What is known of the rests of grammars.
+
+    Args:
+        pool: Makes the rules that tell of them.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, pool: Pool | InProcess) -> None:
+        self._vocabulary, self._pool, self._lock = vocabulary, pool, threading.Lock()
+        # Of grammars that are not in the cache themselves: those after thinking.
+        self._behind: OrderedDict[Grammar, Room | None] = OrderedDict()
+
+    def of(self, grammar: Grammar, reach: Reach | None, apart: bool) -> Room | None:
+        """Of a grammar of a known reach, whose items or keys must differ or need not."""
+        if reach is None:
+            return None
+        return Room(reach, self._vocabulary, apart, lambda: self._pool.submit(MakeRoom(grammar)))
+
+    def behind(self, grammar: Grammar, inner: Room | None) -> Room | None:
+        """Of a grammar after thinking, by that of the inner one; kept for the next one."""
+        if inner is None:
+            return None
+
+        def make() -> Room | None:
+            return self.of(grammar, inner.reach.behind(thinking_of(grammar)), inner.apart)
+
+        with self._lock:
+            return newest(self._behind, grammar, make, ROOMS)
 
 
 class GrammarCompiler:
@@ -110,20 +218,15 @@ class GrammarCompiler:
         ceiling: MemoryCeiling | None = None,
     ) -> None:
         self.backend = backend
-        self.cache_bytes, self.ceiling = cache_bytes, ceiling
+        self.ceiling = ceiling
         self.makes_states = False
-        self._lock = threading.RLock()
-        self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
-        self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
+        self._lock, self._cache = threading.RLock(), Cache(cache_bytes)
         self._pending: dict[Key, _PendingCompile] = {}
-        # Of grammars that are not in the cache themselves: those after thinking.
-        self._rooms: OrderedDict[Grammar, Room] = OrderedDict()
-        self._used_bytes = 0
-        self._counted_s = 0.0
-        self._counts = Counter[str]()
-        self._failures = Counter[str]()
+        # Beside the cache's own.
+        self._counts, self._failures = Counter[str](), Counter[str]()
         self._compile_ms = deque[float](maxlen=TIMINGS)
         self._executor = make_pool(backend, limits or CompileLimits(), isolated)
+        self._rooms = Rooms(backend.vocabulary, self._executor)
         self._finalizer = weakref.finalize(self, self._executor.stop)
 
     @classmethod
@@ -173,18 +276,22 @@ class GrammarCompiler:
             most_tokens: That a text is to end within: where these are few, it waits until the
                 grammar's rests are told, or cannot be.
         """
-        compiled = self._submit(grammar, holder)
+        after = grammar.inner if grammar.kind == "after_thinking" else None
+        if after is None:
+            compiled = self._compiled(grammar, holder)
+        else:
+            compiled = self._with_reasoning(grammar, after, holder)
         return compiled if most_tokens is None else _with_rests(compiled, most_tokens)
 
-    def _submit(self, grammar: Grammar, holder: str) -> Future[CompiledGrammar]:
-        if grammar.kind == "after_thinking" and grammar.inner is not None:
-            return self._with_reasoning(grammar, grammar.inner, holder)
+    def _compiled(self, grammar: Grammar, holder: str) -> Future[CompiledGrammar]:
         waiter = Waiter()
         key = (grammar, self.backend.vocabulary.fingerprint, self.backend.name)
         with self._lock:
-            known = self._lookup(key)
-            if not self._has_memory() and known is None and key not in self._pending:
-                known = self._refuse(grammar)
+            known = self._cache.find(key)
+            has_memory = self._cache.make_way(self.ceiling)
+            if not has_memory and known is None and key not in self._pending:
+                self._failures["no_memory"] += 1
+                known = _refusal(grammar, self.ceiling)
             if known is None:
                 self._board(key, waiter, holder)
         if isinstance(known, CompiledGrammar):
@@ -222,8 +329,7 @@ class GrammarCompiler:
             pending.cancel()
             self._land(pending, closed)
         with self._lock:
-            self._done.clear()
-            self._used_bytes = 0
+            self._cache.clear()
 
     def __enter__(self) -> GrammarCompiler:
         return self
@@ -242,13 +348,14 @@ class GrammarCompiler:
         """
         with self._lock:
             names = ("compiles", "hits", "joined", "remembered", "cancelled", "evicted")
+            counts = self._counts + self._cache.counts
             return {
-                **{name: self._counts[name] for name in names},
+                **{name: counts[name] for name in names},
                 "failures": dict(self._failures),
                 "in_flight": len(self._pending),
                 "compile_ms": _percentiles(self._compile_ms),
-                "cache_bytes": self._used_bytes,
-                "cache_entries": len(self._done),
+                "cache_bytes": self._cache.used_bytes,
+                "cache_entries": len(self._cache),
                 "executor": self._executor.snapshot(),
             }
 
@@ -259,51 +366,10 @@ class GrammarCompiler:
 
         def wrap(inner: CompiledGrammar, waiter: Waiter) -> None:
             compiled = reasoning_matcher.wrap(inner, grammar)
-            compiled.room = self._room_behind(grammar, inner)
+            compiled.room = self._rooms.behind(grammar, inner.room)
             waiter.set_result(compiled)
 
-        return _then(self._submit(after, holder), wrap)
-
-    def _room(self, grammar: Grammar, reach: Reach | None, apart: bool) -> Room | None:
-        """What is known of the rests of a grammar."""
-        if reach is None:
-            return None
-        executor = self._executor
-        return Room(
-            reach, self.backend.vocabulary, apart, lambda: executor.submit(MakeRoom(grammar))
-        )
-
-    def _room_behind(self, grammar: Grammar, inner: CompiledGrammar) -> Room | None:
-        """As `_room`, of a grammar after thinking, kept for the next one."""
-        if inner.room is None:
-            return None
-        with self._lock:
-            found = self._rooms.pop(grammar, None)
-            if found is None:
-                reach = inner.room.reach.behind(thinking_of(grammar))
-                found = self._room(grammar, reach, inner.room.apart)
-                assert found is not None
-            self._rooms[grammar] = found
-            if len(self._rooms) > ROOMS:
-                self._rooms.popitem(last=False)
-        return found
-
-    def _lookup(self, key: Key) -> CompiledGrammar | GrammarError | None:
-        if key in self._done:
-            self._counts["hits"] += 1
-            self._done.move_to_end(key)
-            found = self._done[key]
-            if time.monotonic() >= self._counted_s + COUNT_EVERY_S:
-                self._recount()
-            return found
-        until_s, error = self._failed.get(key, (0.0, None))
-        if error is None:
-            return None
-        if time.monotonic() >= until_s:
-            del self._failed[key]
-            return None
-        self._counts["remembered"] += 1
-        return copy.copy(error)
+        return _then(self.submit(after, holder), wrap)
 
     def _board(self, key: Key, waiter: Waiter, holder: str) -> None:
         pending = self._pending.get(key)
@@ -346,8 +412,11 @@ class GrammarCompiler:
             try:
                 reach, is_apart = compiled.reach, bool(compiled.plan)
                 compiled = distinct_matcher.wrap(compiled, compiled.plan)
-                compiled.states, compiled.reach = _made(states), reach
-                compiled.room = self._room(as_compiled(pending.key[0]), reach, is_apart)
+                compiled.reach = reach
+                if states is not None and not states.cancelled() and states.exception() is None:
+                    # Else it has none, and is as good without.
+                    compiled.states = states.result()
+                compiled.room = self._rooms.of(as_compiled(pending.key[0]), reach, is_apart)
             except GrammarError as refusal:
                 error = refusal
             except Exception as fault:
@@ -362,10 +431,14 @@ class GrammarCompiler:
             # goes, not when cycles are looked for.
             pending.inner = pending.states = None
             if error is not None:
-                self._note_failure(pending.key, error)
+                kind = error.kind if isinstance(error, CompileFailure) else "refused"
+                self._failures[kind if isinstance(error, GrammarError) else "crash"] += 1
+                if isinstance(error, GrammarError) and kind not in PASSING:
+                    kept_s = REFUSED_S if kind == "refused" else FAILED_S
+                    self._cache.keep_failure(pending.key, error, kept_s)
             else:
                 self._compile_ms.append((time.perf_counter_ns() - pending.start_ns) / 1e6)
-                self._keep(pending.key, compiled)
+                self._cache.keep(pending.key, compiled)
         # Outside the lock: callbacks of the waiters run now.
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
@@ -374,54 +447,16 @@ class GrammarCompiler:
                 else:
                     waiter.set_result(compiled)
 
-    def _note_failure(self, key: Key, error: BaseException) -> None:
-        kind = error.kind if isinstance(error, CompileFailure) else "refused"
-        self._failures[kind if isinstance(error, GrammarError) else "crash"] += 1
-        if not isinstance(error, GrammarError) or kind in PASSING:
-            return
-        kept_s = REFUSED_S if kind == "refused" else FAILED_S
-        self._failed[key] = (time.monotonic() + kept_s, copy.copy(error))
-        while len(self._failed) > FAILURES:
-            self._failed.popitem(last=False)
 
-    def _keep(self, key: Key, compiled: CompiledGrammar) -> None:
-        if _size(compiled) > self.cache_bytes or key in self._done:
-            return
-        self._done[key] = compiled
-        self._recount()
-
-    def _recount(self) -> None:
-        """Count the cache's bytes, and drop what was not used for longest until they fit."""
-        self._used_bytes = sum(map(_size, self._done.values()))
-        while self._used_bytes > self.cache_bytes:
-            self._evict()
-        self._counted_s = time.monotonic()
-
-    def _evict(self) -> None:
-        _, oldest = self._done.popitem(last=False)
-        self._used_bytes -= _size(oldest)
-        self._counts["evicted"] += 1
-
-    def _has_memory(self) -> bool:
-        """Whether the process is under its ceiling; evicts half of the cache at a time until it
-        is."""
-        while self.ceiling is not None and self.ceiling.is_reached():
-            if not self._done:
-                return False
-            for _ in range((len(self._done) + 1) // 2):
-                self._evict()
-            trim()
-        return True
-
-    def _refuse(self, grammar: Grammar) -> CompileFailure:
-        assert self.ceiling is not None
-        self._failures["no_memory"] += 1
-        return CompileFailure(
-            f"the {grammar.kind} grammar was not compiled: the engine's process has reached its "
-            f"ceiling of {self.ceiling.most_bytes} bytes (memory_limit_bytes); try again later",
-            "no_memory",
-            grammar.kind,
-        )
+def _refusal(grammar: Grammar, ceiling: MemoryCeiling | None) -> CompileFailure:
+    """Why nothing is compiled at the ceiling."""
+    most_bytes = 0 if ceiling is None else ceiling.most_bytes
+    return CompileFailure(
+        f"the {grammar.kind} grammar was not compiled: the engine's process has reached its "
+        f"ceiling of {most_bytes} bytes (memory_limit_bytes); try again later",
+        "no_memory",
+        grammar.kind,
+    )
 
 
 def _size(compiled: CompiledGrammar) -> int:
@@ -468,13 +503,6 @@ def _then(
     waiter.add_done_callback(leave)
     first.add_done_callback(land)
     return waiter
-
-
-def _made(future: Future[T] | None) -> T | None:
-    """What was made beside a compile; None where it could not be, or nobody asked."""
-    if future is None or future.cancelled() or future.exception() is not None:
-        return None
-    return future.result()
 
 
 def _percentiles(values: Iterable[float]) -> dict[str, float] | None:

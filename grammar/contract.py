@@ -50,9 +50,14 @@ Links = npt.NDArray[np.int64]
 
 
 class Matcher(ABC):
-    """One request's position in a grammar; the module's docstring has the rules."""
+    """One request's position in a grammar; the module's docstring has the rules.
+
+    Attributes:
+        is_untold: Whether nothing told in time whether the text comes to its end within its room.
+    """
 
     vocabulary: Vocabulary
+    is_untold: bool = False
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
@@ -106,11 +111,6 @@ class Matcher(ABC):
     def narrowed(self) -> int:
         """Accepted tokens whose mask had been narrowed, lest the text outgrow its room."""
         return 0
-
-    @property
-    def is_untold(self) -> bool:
-        """Whether nothing told in time whether the text comes to its end within its room."""
-        return False
 
     @property
     def is_free(self) -> bool:

@@ -291,8 +291,7 @@ class Grammar:
         if otherwise is not None:
             if source["choice"] != "auto":
                 raise GrammarError('otherwise needs choice "auto"', "tool_choice")
-            otherwise._check_plain("tools")
-            source["otherwise"] = otherwise._packed()
+            source["otherwise"] = otherwise._packed("tools")
         output = None if otherwise is None else otherwise.output
         unheld = () if otherwise is None else otherwise.warnings
         for name, parameters, _ in source["tools"]:
@@ -359,8 +358,7 @@ class Grammar:
         for marker in (end, begin):
             if marker is not None and (not isinstance(marker, str) or not marker):
                 raise GrammarError(f"{marker!r} is not a thinking marker", "thinking")
-        self._check_plain("thinking")
-        source = {"end": end, "begin": begin, "inner": self._packed()}
+        source = {"end": end, "begin": begin, "inner": self._packed("thinking")}
         return Grammar(
             "after_thinking", canonical(source), output=self.output, warnings=self.warnings
         )
@@ -385,7 +383,12 @@ class Grammar:
             ValueError: the text is incomplete, or not valid under `output`.
         """
         if self.kind == "tools":
-            return self._parse_reply(text)
+            reply = parse_reply(text, json.loads(self.source)["format"])
+            if reply.calls and not reply.calls[-1].is_whole:
+                raise ValueError(f"the call of {reply.calls[-1].name} is cut off")
+            if self.inner is None or reply.calls:
+                return reply
+            return ToolReply(text, parsed=self.inner.parse(text))
         if self.kind == "after_thinking":
             assert self.inner is not None
             return self.inner.parse(answer_of(self.source, text))
@@ -397,16 +400,9 @@ class Grammar:
 
         return TypeAdapter(self.output).validate_json(text)
 
-    def _parse_reply(self, text: str) -> ToolReply:
-        reply = parse_reply(text, json.loads(self.source)["format"])
-        if reply.calls and not reply.calls[-1].is_whole:
-            raise ValueError(f"the call of {reply.calls[-1].name} is cut off")
-        if self.inner is None or reply.calls:
-            return reply
-        return ToolReply(text, parsed=self.inner.parse(text))
-
-    def _check_plain(self, around: str) -> None:
-        """A choice can be weighed where it is the whole output alone."""
+    def _packed(self, around: str) -> list[Any]:
+        """What the source of a grammar ``around`` has of this one: a choice can be weighed where it
+        is the whole output alone."""
         for name in ("probabilities", "faithful"):
             if getattr(self, name):
                 raise GrammarError(
@@ -414,8 +410,6 @@ class Grammar:
                     f"part of a grammar with {around}",
                     name,
                 )
-
-    def _packed(self) -> list[Any]:
         return [getattr(self, name) for name in _PACKED]
 
     @classmethod

@@ -15,9 +15,8 @@ import numpy.typing as npt
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.grammar import vocabularies
-from overlap_spec.grammar.reasoning.markers import known_markers
 from overlap_spec.grammar.rows import row_of
-from overlap_spec.grammar.vocabularies import Tokens, tokenizers
+from overlap_spec.grammar.vocabularies import Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +130,8 @@ class Vocabulary:
         Raises:
             CheckpointError: the file is not such a tokenizer.
         """
+        from overlap_spec.grammar.vocabularies import tokenizers
+
         try:
             spec = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -183,7 +184,12 @@ class Vocabulary:
 
 
 def _as_text(markers: Iterable[str] | None) -> frozenset[str]:
-    return known_markers() if markers is None else frozenset(markers)
+    if markers is not None:
+        return frozenset(markers)
+    # Only who reads a tokenizer needs all the formats that have markers.
+    from overlap_spec.grammar.reasoning.markers import known_markers
+
+    return known_markers()
 
 
 def _fixed(tokens: Iterable[int], words: int) -> npt.NDArray[np.int32]:

@@ -97,38 +97,29 @@ class Selected(NamedTuple):
 
 
 @operation
-def select_nodes(
-    scores: Tensor, count: int, least: Tensor | None = None, most: Tensor | None = None
-) -> Selected:
+def select_nodes(scores: Tensor, count: int, most: Tensor | None = None) -> Selected:
     """The ``count`` nodes of the whole batch that are worth verifying.
 
     A node's rank within its request is by (score descending, index ascending), the root's is 0.
-    Kept are all roots, then nodes of rank below ``least``, then the others, each by (score
-    descending, flat number ascending). Nodes of rank ``most`` or more are dead. If fewer than
-    ``count`` nodes live, dead ones fill up, those of lowest number.
+    Kept are all roots, then the others by (score descending, flat number ascending). Nodes of rank
+    ``most`` or more are dead. If fewer than ``count`` nodes live, dead ones fill up, those of
+    lowest number.
 
     A child scores at most what its parent does and comes later, so a kept child's parent is kept.
 
     Args:
         scores: float32 ``(B, N)``, as in :class:`Tree`; NaN counts as -inf.
         count: From B to B * N.
-        least, most: int64 ``(B,)``, nodes of each request, root included; None: no such bound.
+        most: int64 ``(B,)``, nodes of each request, root included; None: no such bound.
     """
     key = torch.where(scores > -torch.inf, scores, -torch.inf)
     key[:, 0] = torch.inf
-    rank = None
-    if least is not None or most is not None:
+    if most is not None:
         order = key.sort(dim=-1, descending=True, stable=True).indices
         index = torch.arange(scores.shape[1], device=scores.device).expand_as(order)
         rank = torch.empty_like(order).scatter_(1, order, index)
-    if rank is not None and most is not None:
         key[:, 1:].masked_fill_(rank[:, 1:] >= most[:, None], -torch.inf)
     order = key.flatten().sort(descending=True, stable=True).indices
-    if rank is not None and least is not None:
-        first = (rank < least[:, None]) & (key > -torch.inf)
-        first[:, 0] = True
-        later = (~first).flatten()[order].to(torch.uint8)
-        order = order[later.sort(stable=True).indices]
     pack = order[:count].sort().values
     kept = torch.zeros_like(key, dtype=torch.bool).flatten().index_fill_(0, pack, 1)
     kept = kept.view_as(key) & (key > -torch.inf)

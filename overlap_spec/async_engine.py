@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Unpack, cast
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.arguments import (
-    GrammarLike,
-    Prompt,
-    Sampling,
-    as_prompts,
-    copies,
-    each,
-    each_grammar,
-    grouped,
-)
+from overlap_spec.engine.arguments import GrammarLike, Prompt, Sampling, copies, each_call, grouped
 from overlap_spec.engine.input_processor import (
     GenerateOptions,
+    Generates,
     InputProcessor,
     count_characters,
 )
 from overlap_spec.errors import ConfigError, EngineUnavailable, RequestFailed
 from overlap_spec.ipc import messages as m
-from overlap_spec.ipc.client import EngineClient, Health
+from overlap_spec.ipc.client import EngineClient
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
-from overlap_spec.shares import HOLDER, Lane
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request
 
-__all__ = ["AsyncEngine", "AsyncRequestHandle", "count_characters"]
+__all__ = ["AsyncEngine", "AsyncRequestHandle"]
 
 # Prompts longer than this are tokenised in a thread, in characters.
 LONG_PROMPT = 2048
-TOKENISER_THREADS = 2
 # What a message or a token costs besides its text, in characters.
 CHARACTERS_AROUND = 8
-Result = TypeVar("Result")
+One = Coroutine[Any, Any, Output]
+Many = Coroutine[Any, Any, list[Output]]
+Nested = Coroutine[Any, Any, list[list[Output]]]
 
 
-class AsyncEngine:
+def _typed(generate: Any) -> Generates[One, Many, Nested]:
+    """A method as type checkers are to see it."""
+    return cast("Generates[One, Many, Nested]", generate)
+
+
+class AsyncEngine(EngineClient):
     """An engine for asyncio.
 
     The model runs in a process of its own, so that the caller's event loop cannot delay a step.
@@ -79,27 +72,7 @@ class AsyncEngine:
         self._chat_template = chat_template
         self._max_queued_requests = max_queued_requests
         self._input_processor: InputProcessor | None = None
-        self._threads = ThreadPoolExecutor(TOKENISER_THREADS, "tokenise")
-        # As many may wait for a thread as requests may be open.
-        self._lane = Lane(TOKENISER_THREADS, sys.maxsize)
-        settings = {"model": model, **settings}
-        self.client = EngineClient(settings, stall_timeout_s, self._set_ready)
-
-    @property
-    def health(self) -> Health:
-        """State of the engine; it accepts requests only if it is ``ready``."""
-        return self.client.health
-
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the engine's last message; a ready engine sends one every second, but for
-        a step that takes longer."""
-        return self.client.silence_s
-
-    @property
-    def restarts(self) -> int:
-        """How often the engine's process has died and was restarted."""
-        return self.client.restarts
+        super().__init__({"model": model, **settings}, stall_timeout_s)
 
     @property
     def input_processor(self) -> InputProcessor:
@@ -118,25 +91,6 @@ class AsyncEngine:
         """The model's longest prompt + output, in tokens; EngineUnavailable before the start."""
         return self.input_processor.limits.context_tokens
 
-    @property
-    def open_requests(self) -> int:
-        """Number of requests that compile, wait or run."""
-        return len(self.client.open)
-
-    async def start(self) -> None:
-        """Start the engine's process, and wait until it is loaded.
-
-        Raises:
-            ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
-            EngineUnavailable: the process died while it loaded.
-        """
-        await self.client.start()
-
-    async def close(self) -> None:
-        """End the process; open requests fail, and later ones raise :class:`EngineUnavailable`."""
-        await self.client.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
     async def __aenter__(self) -> AsyncEngine:
         await self.start()
         return self
@@ -144,48 +98,7 @@ class AsyncEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    @overload
-    async def generate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        grammar: GrammarLike = None,
-        sampling: Sampling = None,
-        n: None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Output: ...
-
-    @overload
-    async def generate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        grammar: GrammarLike = None,
-        sampling: Sampling = None,
-        *,
-        n: int,
-        **options: Unpack[GenerateOptions],
-    ) -> list[Output]: ...
-
-    @overload
-    async def generate(
-        self,
-        prompt: Sequence[Prompt],
-        grammar: GrammarLike | Sequence[GrammarLike] = None,
-        sampling: Sampling | Sequence[Sampling] = None,
-        n: None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> list[Output]: ...
-
-    @overload
-    async def generate(
-        self,
-        prompt: Sequence[Prompt],
-        grammar: GrammarLike | Sequence[GrammarLike] = None,
-        sampling: Sampling | Sequence[Sampling] = None,
-        *,
-        n: int,
-        **options: Unpack[GenerateOptions],
-    ) -> list[list[Output]]: ...
-
+    @_typed
     async def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
@@ -200,13 +113,11 @@ class AsyncEngine:
             InvalidRequest: an invalid field; nothing is generated for any prompt of the call.
             QueueFull, EngineUnavailable: the request itself is fine.
         """
-        prompts, single = as_prompts(prompt)
-        grammars = each_grammar(grammar, len(prompts), self.config.additional_properties)
-        samplings = each("sampling", sampling, len(prompts))
+        calls, single = each_call(prompt, grammar, sampling, self.config.additional_properties)
         handles: list[AsyncRequestHandle] = []
         try:
-            for p, g, s in zip(prompts, grammars, samplings, strict=True):
-                request = await self.prepare(p, g, s, **options)
+            for call in calls:
+                request = await self.prepare(*call, **options)
                 handles += [self.send(copy) for copy in copies(request, 1 if n is None else n)]
             for handle in handles:
                 await handle.queued()
@@ -254,43 +165,14 @@ class AsyncEngine:
             QueueFull: too many requests are open or are being prepared.
         """
         process = partial(self.input_processor.process, prompt, grammar, sampling, **options)
-        size = count_characters(prompt)
-        self.check_length(size)
+        size = self.input_processor.check_length(prompt)
         # A chat template writes something around each message, and may write these too.
         if not isinstance(prompt, str):
             size += CHARACTERS_AROUND * len(prompt)
         rendering = options.get("rendering")
         size += count_characters(rendering.variables if rendering is not None else {})
         size += count_characters(options.get("tools") or ())
-        return process() if size <= LONG_PROMPT else await self.in_thread(process)
-
-    def check_length(self, characters: int) -> None:
-        """As :meth:`InputProcessor.check_length`."""
-        self.input_processor.check_length(characters)
-
-    async def in_thread(self, work: Callable[[], Result]) -> Result:
-        """The result of ``work``, done in one of the few threads that prepare requests.
-
-        Raises:
-            QueueFull: too many requests are open or are being prepared.
-        """
-        holder = HOLDER.get()
-        self.client.check_room(holder)
-        self.client.held[holder] += 1
-        try:
-            await self._lane.take(holder)
-        except BaseException:
-            self.client.give_back(holder)
-            raise
-        future = self._threads.submit(work)
-        loop = asyncio.get_running_loop()
-        # Work that has begun goes on if its caller has gone, and counts until its end.
-        future.add_done_callback(lambda _: _call_soon(loop, partial(self._prepared, holder)))
-        return await asyncio.wrap_future(future)
-
-    def _prepared(self, holder: str) -> None:
-        self._lane.give(holder)
-        self.client.give_back(holder)
+        return process() if size <= LONG_PROMPT else await self.preparation.run(process)
 
     async def submit(self, request: Request) -> AsyncRequestHandle:
         """Send a request, and wait until its grammar is compiled and it is queued.
@@ -307,49 +189,33 @@ class AsyncEngine:
             raise
         return handle
 
-    def send(self, request: Request) -> AsyncRequestHandle:
-        """Send a request; :meth:`AsyncRequestHandle.queued` waits until it is accepted.
-
-        Raises:
-            QueueFull, EngineUnavailable: the request itself is fine.
-        """
-        return self.client.send(request)
-
-    def end_open(self, reason: str) -> None:
-        """Fail all open requests with :class:`EngineUnavailable`."""
-        self.client.end_open(reason)
-
     async def snapshot(self) -> dict[str, Any]:
         """The engine's state as plain data."""
-        return await self.client.query("snapshot")
+        return await self.query("snapshot")
 
     async def standings(self) -> dict[str, Any]:
         """The engine's state, and under ``requests`` where those under way stand: the fields of
         :class:`overlap_spec.stats.Standing`, by the numbers of :meth:`send`; 256 at most."""
-        return await self.client.query("requests")
+        return await self.query("requests")
 
     async def flush_cache(self) -> int:
         """Forget the computed pages of earlier prompts that no request holds; how many there
         were."""
-        flushed: int = (await self.client.query("flush_cache"))["pages"]
+        flushed: int = (await self.query("flush_cache"))["pages"]
         return flushed
 
     async def timeline(self, steps: int) -> list[dict[str, Any]]:
         """Spans of the last steps: ``lane``, ``name``, ``start_ns``, ``end_ns``, ``step``,
         ``args``."""
-        spans: list[dict[str, Any]] = (await self.client.query("timeline", steps))["spans"]
+        spans: list[dict[str, Any]] = (await self.query("timeline", steps))["spans"]
         return spans
 
-    def _set_ready(self, ready: m.EngineReady) -> None:
-        self.config = EngineConfig(**ready.config)
-        self.client.max_open_requests = self.config.max_running_requests + self._max_queued_requests
+    def set_ready(self, told: m.EngineReady) -> None:
+        self.config = EngineConfig(**told.config)
+        most = self.config.max_running_requests + self._max_queued_requests
+        self.open_requests.held.most = most
         if self._input_processor is None:
-            tokenizer = Tokenizer(self.config.target_path, ready.vocab_size, self._chat_template)
+            tokenizer = Tokenizer(self.config.target_path, told.vocab_size, self._chat_template)
             self._input_processor = InputProcessor(
-                tokenizer, ready.limits, self.config.additional_properties, self.config.adapters
+                tokenizer, told.limits, self.config.additional_properties, self.config.adapters
             )
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # The loop has been closed.
-        loop.call_soon_threadsafe(function)

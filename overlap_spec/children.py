@@ -1,5 +1,5 @@
-"""Child processes: the environment that they get, the limits that they set themselves, and their
-end."""
+"""Child processes: the environment that they get, the limits that they set themselves, their end,
+and forks, which have their parent's memory but none of its threads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from overlap_spec.errors import EngineUnavailable
 
 # What marks a secret as a word of a variable's name, or as the end of one (``PGPASSWORD``); and
 # what does as one word among others: ``PWD`` alone is a folder.
@@ -76,6 +79,20 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
+def end_with_input(last: Callable[[], None] = lambda: None) -> None:
+    """End this process when standard input closes, which is when its parent has gone, or has
+    closed it; ``last`` is called before that."""
+
+    def wait() -> None:
+        # Not through sys.stdin: a dying interpreter would wait for its lock.
+        while os.read(0, 4096):
+            continue
+        last()
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
 def is_stopped(pid: int | None) -> bool:
     """Whether a process exists and was stopped, by SIGSTOP or a debugger."""
     try:
@@ -83,3 +100,23 @@ def is_stopped(pid: int | None) -> bool:
     except OSError:
         return False
     return state in "Tt"
+
+
+class OwnProcess:
+    """The process that is running now, to tell it from later forks."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is not a fork."""
+        return os.getpid() == self._pid
+
+    def check(self) -> None:
+        """Raise EngineUnavailable in a fork."""
+        if not self.is_here:
+            raise EngineUnavailable(
+                "the engine's threads and processes did not come along with os.fork(): make a new "
+                "one in this process, or start it by multiprocessing's `spawn`"
+            )

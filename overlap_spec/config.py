@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +18,7 @@ DRAFTERS = Path(__file__).parent / "drafters"
 HEADLESS = "slots,suffix"
 HEADLESS_FILES = ("row", "slots", "suffix")
 OVERLAP_MODES = ("once-sync", "double-sync", "none")
-# The mode that fits the processor: see `overlap_spec.worker.build.overlap_mode`.
+# The mode that fits the processor: see `overlap_spec.worker.site.overlap_mode`.
 AUTO_MODE = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
@@ -532,16 +533,22 @@ def _one_of(name: str, value: str, built: tuple[str, ...]) -> None:
 
 
 def own_class(name: str, kind: Any, setting: str) -> Any:
-    """The class ``package.module:Class``, which is a ``kind``.
+    """The class ``package.module:Class``, which is a ``kind``; of ``package.module`` the only one
+    that it has.
 
     Raises:
         ConfigError: it is none, or not there; names the setting.
     """
     module, _, wanted = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), wanted, None)
+        file = importlib.import_module(module)
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{setting} {name!r}: {error}") from error
+    if not wanted:
+        types = (x for x in vars(file).values() if isinstance(x, type) and issubclass(x, kind))
+        (only,) = (x for x in types if x.__module__ == module and not inspect.isabstract(x))
+        return only
+    found = getattr(file, wanted, None)
     if not (isinstance(found, type) and issubclass(found, kind)):
         raise ConfigError(f"{setting} {name!r}: {wanted} is no {kind.__name__} of {module}")
     return found

@@ -67,6 +67,9 @@ class GrammarFailed(RequestFailed):
 class NumericFault(RequestFailed):
     """The model's logits for a request hold NaN."""
 
+    def __init__(self, text: str = "the model's logits are not numbers: numeric fault") -> None:
+        super().__init__(text)
+
 
 def unknown(
     what: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None

@@ -141,6 +141,7 @@ class StepPlan:
         grammar: Whether each of these has a grammar.
         max_keys: No key of a decode row lies at or beyond this position.
         pages: New pages of rows: (row, index of the first, page numbers).
+        untrusted: Pages that may hold what is no number, to be cleared before the step.
     """
 
     index: int
@@ -151,6 +152,7 @@ class StepPlan:
     grammar: tuple[bool, ...]
     max_keys: int
     pages: tuple[tuple[int, int, tuple[int, ...]], ...]
+    untrusted: tuple[int, ...] = ()
 
     @cached_property
     def tier(self) -> Tier:

@@ -45,6 +45,9 @@ class Tier:
         return max(self.own.steps * self.own.top_k, self.nodes)
 
 
+OFF = Tier(0, 1, 1)
+
+
 class RowTimes(NamedTuple):
     """What a verified row takes, in ms: ``each`` one, and ``beyond`` more each from row ``knee`` on
     (0: there is none)."""
@@ -119,15 +122,13 @@ class Budget:
         tier: What is drafted; with a ``stop``, at most.
         nodes: Nodes of the whole batch that are verified, roots included: the best by score. None
             verifies every node.
-        least, most: Of each request, in the order of the plan's decode rows: its ``least`` best
-            nodes are kept before the others compete, and none beyond its ``most`` best. Empty
-            where ``nodes`` is None.
+        most: Of each request, in the order of the plan's decode rows: none of its nodes beyond its
+            ``most`` best is verified. Empty where ``nodes`` is None.
         stop: Ends a chain before its tier does; None: nothing does.
     """
 
     tier: Tier
     nodes: int | None = None
-    least: tuple[int, ...] = ()
     most: tuple[int, ...] = ()
     stop: DraftStop | None = None
 
@@ -140,4 +141,4 @@ class Budget:
         most = tuple(min(n, tier.nodes) for n in self.most) or (tier.nodes,) * trees
         kept = self.nodes if nodes is None else nodes
         assert kept is not None
-        return Budget(tier, min(kept, sum(most)), self.least or (1,) * trees, most)
+        return Budget(tier, min(kept, sum(most)), most)

@@ -140,24 +140,6 @@ def union_ms(spans: Iterable[Span]) -> float:
     return union_ns((span.start_ns, span.end_ns) for span in spans) / 1e6
 
 
-def hidden_fraction(exposed_ms: Iterable[float], grammar_ms: Iterable[float]) -> float | None:
-    """Share of the grammar's time that ran under other work: ``1 - Σ exposed / Σ grammar``.
-
-    In [0, 1] (waiting for more than the grammar counts as nothing hidden); None without grammar.
-
-    Raises:
-        ValueError: a time that is negative or not finite.
-    """
-    exposed, grammar = list(exposed_ms), list(grammar_ms)
-    for value in (*exposed, *grammar):
-        if not 0 <= value < math.inf:
-            raise ValueError(f"times must be finite and not negative: {value}")
-    total = math.fsum(grammar)
-    if total == 0:
-        return None
-    return max(0.0, 1 - math.fsum(exposed) / total)
-
-
 def _metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": 1, "tid": thread, "args": args}
 

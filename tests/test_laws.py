@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hub": {"errors", "gguf"},
     "gguf": {"gguf", "errors", "caches"},
     "memory": set(),
-    "children": set(),
+    "children": {"errors"},
     "kernels": set(),
     "grammar": {"grammar"},
     "scheduler": {"scheduler"},
@@ -52,8 +52,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine.arguments": {"grammar"},
     "engine.grammar_manager": {"grammar", "scheduler", "timeline"},
     "engine.grammar_drafts": {"grammar", "scheduler", "worker"},
-    "engine.interrupts": set(),
-    "engine.own_process": set(),
     "engine.cost_model": {"speculation", "worker", "timeline"},
     "engine.budgets": {"engine.grammar_drafts", "scheduler", "speculation", "worker"},
     "engine.core": {
@@ -63,7 +61,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "worker",
         "grammar",
         "engine.grammar_manager",
-        "engine.own_process",
         "timeline",
     },
     "engine.build": {
@@ -101,9 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "grammar",
         "engine.grammar_manager",
         "engine.input_processor",
-        "engine.interrupts",
         "engine.output_processor",
-        "engine.own_process",
         "engine.request_handle",
         "engine.sequences",
         "models",
@@ -113,7 +108,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ipc": {
         "engine",
         "engine.input_processor",
-        "engine.own_process",
         "engine.request_handle",
         "grammar",
         "tokenizer",
@@ -162,7 +156,7 @@ MAY_USE: dict[str, set[str] | None] = {
         "typing_extensions",
     },
     "scheduler": {"numpy"},
-    "speculation": {"numpy"},
+    "speculation": {"numpy", "msgspec"},
     "models": {"torch", "safetensors"},
     "parallel": {"torch"},
     "drafters": {"torch", "numpy"},
@@ -487,11 +481,9 @@ STILL_PRIVATE = {
     "proofs/test_capture.py": {"_after", "_keep_features", "_within"},
     "proofs/test_races.py": {"_accepted"},
     "proofs/test_recordings.py": {"_known", "_outputs"},
-    "server/test_chat_assembler.py": {"_set_ready"},
     "server/test_life.py": {"_folder"},
     "speculation/test_auto.py": {"_slow"},
     "worker/test_replay.py": {"_known"},
-    "worker/test_waits.py": {"_upload_masks"},
 }
 
 

@@ -194,29 +194,31 @@ class _LLGuidanceMatcher(Matcher):
     def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
         walk.check_tree(tokens, first_child, next_sibling, rows, self.vocabulary.words)
         rows.fill(0)
-        if not self._terminated:
-            self._retried(lambda: self._fill_tree(tokens, first_child, next_sibling, rows))
+        if self._terminated:
+            return
 
-    def _fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
-        self._fill(rows[0])
-        drafted, child, sibling = tokens.tolist(), first_child.tolist(), next_sibling.tolist()
-        open_nodes = [(child[0], 0, self._library)]
-        while open_nodes:
-            node, parent, library = open_nodes.pop()
-            if node == -1:
-                continue
-            open_nodes.append((sibling[node], parent, library))
-            token = drafted[node]
-            if not allowed(rows[parent], token) or token in self.vocabulary.stop_ids:
-                continue
-            # A copy costs as much as there is text. Behind a state's last child it is not needed
-            # any more, unless it is the root's, so a chain takes one.
-            last = sibling[node] == -1 and parent != 0
-            own = library if last else library.deep_copy()
-            if not self._consume(own, [token]):
-                raise RuntimeError(f"token {token} is allowed by its mask row but was rejected")
-            self._mask(own, rows[node])
-            open_nodes.append((child[node], node, own))
+        def fill() -> None:
+            self._fill(rows[0])
+            drafted, child, sibling = tokens.tolist(), first_child.tolist(), next_sibling.tolist()
+            open_nodes = [(child[0], 0, self._library)]
+            while open_nodes:
+                node, parent, library = open_nodes.pop()
+                if node == -1:
+                    continue
+                open_nodes.append((sibling[node], parent, library))
+                token = drafted[node]
+                if not allowed(rows[parent], token) or token in self.vocabulary.stop_ids:
+                    continue
+                # A copy costs as much as there is text. Behind a state's last child it is not
+                # needed any more, unless it is the root's, so a chain takes one.
+                last = sibling[node] == -1 and parent != 0
+                own = library if last else library.deep_copy()
+                if not self._consume(own, [token]):
+                    raise RuntimeError(f"token {token} is allowed by its mask row but was rejected")
+                self._mask(own, rows[node])
+                open_nodes.append((child[node], node, own))
+
+        self._retried(fill)
 
     def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
         if self._terminated:
@@ -226,16 +228,17 @@ class _LLGuidanceMatcher(Matcher):
         size = sum(len(text[token]) for token in tokens)
         if reach is None or reach.longest(size) > MOST_FORCED:
             return walk.forced_bytes(self, path)
-        return self._retried(lambda: self._forced_bytes(path))
 
-    def _forced_bytes(self, path: Sequence[int]) -> bytes:
-        library = self._library
-        if path:
-            library = library.deep_copy()
-            if not self._consume(library, path):
-                raise RuntimeError(f"llguidance rejected legal tokens: {list(path)}")
-        forced: bytes = library.compute_ff_bytes()
-        return forced
+        def forced() -> bytes:
+            library = self._library
+            if path:
+                library = library.deep_copy()
+                if not self._consume(library, path):
+                    raise RuntimeError(f"llguidance rejected legal tokens: {list(path)}")
+            found: bytes = library.compute_ff_bytes()
+            return found
+
+        return self._retried(forced)
 
     @property
     def is_terminated(self) -> bool:

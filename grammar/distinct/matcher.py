@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 
 import msgspec
 import numpy as np
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
+from overlap_spec.grammar.contract import CompiledGrammar, Matcher, Row
 from overlap_spec.grammar.distinct.text import (
     AFTER,
     BLANK,
@@ -37,7 +37,7 @@ from overlap_spec.grammar.distinct.text import (
     item_start,
     watched,
 )
-from overlap_spec.grammar.matching import walk
+from overlap_spec.grammar.matching.around import Around
 from overlap_spec.grammar.rows import BITS, allowed, row_of, tokens_of, which_allowed
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -151,7 +151,7 @@ def _has(text: bytes, marks: frozenset[int]) -> bool:
     return not marks.isdisjoint(text)
 
 
-class DistinctMatcher(Matcher):
+class DistinctMatcher(Around):
     """A position in the inner grammar, and in the JSON of its text.
 
     Args:
@@ -170,35 +170,35 @@ class DistinctMatcher(Matcher):
         places: list[Place],
         lengths: list[int],
     ) -> None:
-        self.vocabulary = inner.vocabulary
-        self._compiled, self._inner, self._reader = compiled, inner, compiled.reader
+        super().__init__(inner)
+        self._compiled, self._reader = compiled, compiled.reader
         self._text, self._places, self._lengths = text, places, lengths
 
     def accept(self, token_id: int) -> bool:
-        if not self._inner.accept(token_id):
+        if not self.inner.accept(token_id):
             return False
         place: Place | None = self._places[-1]
-        if not self._inner.is_terminated:
+        if not self.inner.is_terminated:
             place = self._after(token_id)
             if place is not None and self._is_dead(place, ()):
                 place = None
         if place is None:
             del self._text[self._lengths[-1] :]
-            self._inner.rollback(1)
+            self.inner.rollback(1)
             return False
         self._places.append(place)
         self._lengths.append(len(self._text))
         return True
 
     def rollback(self, count: int) -> None:
-        self._inner.rollback(count)
+        self.inner.rollback(count)
         if count:
             del self._places[-count:], self._lengths[-count:]
             del self._text[self._lengths[-1] :]
 
     def fill(self, row: Row) -> None:
-        self._inner.fill(row)
-        if self._inner.is_terminated:
+        self.inner.fill(row)
+        if self.inner.is_terminated:
             return
         for token in self._suspects(row):
             place = self._after(token)
@@ -206,29 +206,10 @@ class DistinctMatcher(Matcher):
                 row[token >> 5] &= ~BITS[token & 31]
             del self._text[self._lengths[-1] :]
 
-    def fill_tree(self, tokens: Links, first_child: Links, next_sibling: Links, rows: Row) -> None:
-        walk.fill_tree(self, tokens, first_child, next_sibling, rows)
-
-    def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
-        """The inner grammar's: where that has one way to go on, this has no other."""
-        return self._inner.forced_bytes(path)
-
-    @property
-    def is_terminated(self) -> bool:
-        return self._inner.is_terminated
-
-    @property
-    def is_complete(self) -> bool:
-        return self._inner.is_complete
-
-    @property
-    def accepted_tokens(self) -> int:
-        return len(self._places) - 1
-
     def fork(self) -> Matcher:
         return DistinctMatcher(
             self._compiled,
-            self._inner.fork(),
+            self.inner.fork(),
             self._text.copy(),
             self._places.copy(),
             self._lengths.copy(),
@@ -358,14 +339,14 @@ class DistinctMatcher(Matcher):
             accepted = 0
             try:
                 for token in ahead:
-                    if not self._inner.accept(token):
+                    if not self.inner.accept(token):
                         raise RuntimeError(
                             f"token {token} is allowed by its mask row but was rejected"
                         )
                     accepted += 1
-                self._inner.fill(row)
+                self.inner.fill(row)
             finally:
-                self._inner.rollback(accepted)
+                self.inner.rollback(accepted)
             tokens = self.vocabulary.byte_tokens
             legal[key] = bytes(np.flatnonzero(which_allowed(row, tokens)).astype(np.uint8))
         return legal[key]

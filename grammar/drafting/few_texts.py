@@ -38,10 +38,13 @@ class OutputTries:
     Args:
         vocabulary: Of the grammars.
         encode: Text → tokens, without special ones.
+
+    Attributes:
+        cut: The tokens of a text inside another.
     """
 
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]) -> None:
-        self._cut, self._lock = TextTokens(vocabulary, encode), threading.Lock()
+        self.cut, self._lock = TextTokens(vocabulary, encode), threading.Lock()
         self._known: dict[tuple[str, str], TokenTrie | None] = {}
 
     def of(self, grammar: Grammar) -> TokenTrie | None:
@@ -51,7 +54,7 @@ class OutputTries:
         """
         key = grammar.kind, grammar.source
         if key not in self._known:
-            cuts = [cut for text in few_texts(grammar) if (cut := self._cut(text))]
+            cuts = [cut for text in few_texts(grammar) if (cut := self.cut(text))]
             found = make_tries(cuts, TRIE_NODES) if cuts else []
             # A node is the prompt's end.
             fit = len(found) == 1 and len(found[0].tokens) < TRIE_NODES

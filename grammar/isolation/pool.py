@@ -17,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
-from overlap_spec.children import OUTSIDE, is_stopped, without_secrets
+from overlap_spec.children import OUTSIDE, OwnProcess, is_stopped, without_secrets
 from overlap_spec.errors import ConfigError, GrammarError
 from overlap_spec.grammar.contract import Backend
 from overlap_spec.grammar.isolation import channel
@@ -147,119 +148,26 @@ class Link:
             return self.process.wait()
 
 
-class Pool:
-    """Does jobs in worker processes, for any thread; `CompileLimits` has the scheduling rules.
+class Desk:
+    """The jobs of a pool, and the server that does them; of the pool's thread alone."""
 
-    One thread of this process sends jobs to a server and reads answers. Nothing starts before the
-    first job. In a fork of the engine's process a pool is closed.
-
-    Args:
-        backend: What workers compile with; None for jobs that need none.
-        limits: Of a job, and of all of them together.
-
-    Raises:
-        ConfigError: this system has no such workers, or they cannot import the backend's class.
-    """
-
-    def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
-        _check_possible(backend)
-        self._backend, self._limits = backend, limits
-        self._pid, self._is_closed = os.getpid(), False
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._numbers = itertools.count()
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, backend: Backend | None, limits: CompileLimits
+    ) -> None:
+        self.loop, self._backend, self._limits = loop, backend, limits
+        self.is_closed, self.link = False, cast("Link | None", None)
+        self.state = (0,) * len(FIGURES)
         self._asks: dict[int, Ask] = {}
-        self._link: Link | None = None
-        self._state = (0,) * len(FIGURES)
-
-    def submit(self, job: Job, holder: str = "") -> Future[Any]:
-        """Start a job; of those that wait, the holders take turns.
-
-        The future raises GrammarError; cancelling it stops the work.
-        """
-        ask, number = Ask(job, holder), next(self._numbers)
-        if not self._call(self._begin, number, ask):
-            ask.fail(Failed("closed", "the engine is closed"))
-        return ask.future
-
-    def warm(self) -> None:
-        """Start in advance what the first job needs; returns at once."""
-        self._call(self._start)
+        loop.call_soon(self._look)
 
     def close(self) -> None:
-        """End threads and processes; unfinished jobs fail with `CompileFailure`."""
-        with self._lock:
-            self.stop()
-        thread = self._thread
-        if os.getpid() == self._pid and thread not in (None, threading.current_thread()):
-            thread.join()
+        """End the server; all jobs fail."""
+        if self.link is not None:
+            self._unlink(self.link)
+        self._fail(Failed("closed", "the engine was closed"))
 
-    def stop(self) -> None:
-        """Begin to close, without locks or waiting, so that a finalizer may call it."""
-        self._is_closed = True
-        if os.getpid() == self._pid and self._loop is not None:
-            # It may have ended.
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Lanes and workers as plain data, as the server last told them."""
-        link = self._link
-        pid = link.process.pid if link else None
-        return {
-            "isolated": True,
-            "fork_server_pid": pid,
-            **dict(zip(FIGURES, self._state, strict=True)),
-        }
-
-    def _call(self, function: Callable[..., None], *arguments: Any) -> bool:
-        """Have the thread call a function; False if it has ended, or is not ours: a fork of the
-        engine's process copies its memory, but neither its thread nor its workers."""
-        with self._lock:
-            if self._is_closed or os.getpid() != self._pid:
-                return False
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._run, name="grammar-compile")
-                self._thread.daemon = True
-                self._thread.start()
-            self._loop.call_soon_threadsafe(function, *arguments)
-        return True
-
-    # On the thread.
-
-    def _run(self) -> None:
-        assert self._loop is not None
-        with contextlib.closing(self._loop) as loop:
-            loop.call_soon(self._look)
-            loop.run_forever()
-            with self._lock:
-                self._is_closed = True
-            # What was asked meanwhile is told.
-            loop.call_soon(loop.stop)
-            loop.run_forever()
-            if self._link is not None:
-                self._unlink(self._link)
-            self._fail(Failed("closed", "the engine was closed"))
-
-    def _look(self) -> None:
-        """End a server that is not ready in time, or that others have stopped: it would keep its
-        jobs for ever."""
-        assert self._loop is not None
-        link = self._link
-        if link is not None and self._asks:
-            is_late = not link.is_ready and time.monotonic() > link.since_s + READY_S
-            if is_late or is_stopped(link.process.pid):
-                os.killpg(link.process.pid, signal.SIGKILL)
-        self._loop.call_later(LOOK_S, self._look)
-
-    def _fail(self, error: Failed) -> None:
-        """Fail all jobs."""
-        while self._asks:
-            self._asks.popitem()[1].fail(error)
-
-    def _begin(self, number: int, ask: Ask) -> None:
+    def begin(self, number: int, ask: Ask, leave: Callable[[int], object]) -> None:
+        """Start a job; ``leave`` is called from any thread where it is wanted no more."""
         if ask.future.cancelled():
             return
         self._asks[number] = ask
@@ -267,47 +175,61 @@ class Pool:
         # Holds no job: else the future would hold itself, and its result.
         def left(future: Future[Any]) -> None:
             if future.cancelled():
-                self._call(self._leave, number)
+                leave(number)
 
         ask.future.add_done_callback(left)
-        self._start()
+        self.start()
         self._send(number)
 
-    def _leave(self, number: int) -> None:
+    def leave(self, number: int) -> None:
+        """A job is wanted no more."""
         if self._asks.pop(number, None) is not None:
             self._send(number)
 
-    def _start(self) -> None:
+    def start(self) -> None:
         """Start a server unless there is one."""
-        if self._link is not None or self._is_closed:
+        if self.link is not None or self.is_closed:
             return
-        assert self._loop is not None
         try:
-            link = self._link = Link(self._backend, self._limits)
+            link = self.link = Link(self._backend, self._limits)
         except OSError as error:
             reason = f"compile workers cannot be started ({type(error).__name__}: {error})"
             self._fail(Failed("unavailable", reason))
             return
-        self._loop.add_reader(link.end, self._hear, link)
+        self.loop.add_reader(link.end, self._hear, link)
         if self._backend is not None:
             # While the server does the same.
-            self._loop.call_soon(self._backend.warm)
+            self.loop.call_soon(self._backend.warm)
+
+    def _look(self) -> None:
+        """End a server that is not ready in time, or that others have stopped: it would keep its
+        jobs for ever."""
+        link = self.link
+        if link is not None and self._asks:
+            is_late = not link.is_ready and time.monotonic() > link.since_s + READY_S
+            if is_late or is_stopped(link.process.pid):
+                os.killpg(link.process.pid, signal.SIGKILL)
+        self.loop.call_later(LOOK_S, self._look)
+
+    def _fail(self, error: Failed) -> None:
+        """Fail all jobs."""
+        while self._asks:
+            self._asks.popitem()[1].fail(error)
 
     def _send(self, number: int) -> None:
         """Send a job to the server, or, where it is wanted no more, that."""
-        if self._link is not None:
-            self._link.outbox.append(number)
-            self._flush(self._link)
+        if self.link is not None:
+            self.link.outbox.append(number)
+            self._flush(self.link)
 
     def _flush(self, link: Link) -> None:
-        assert self._loop is not None
         while link.outbox:
             ask = self._asks.get(number := link.outbox[0])
             order = Order(number, ask.holder, type(ask.job).__name__) if ask else Order(number)
             try:
                 channel.send(link.end, order, ask.body if ask else None)
             except BlockingIOError:
-                self._loop.add_writer(link.end, self._flush, link)
+                self.loop.add_writer(link.end, self._flush, link)
                 return
             except ConnectionError:
                 # It is gone, which is heard.
@@ -317,7 +239,7 @@ class Pool:
                     reason = f"{type(error).__name__}: {error}; try again later"
                     self._asks.pop(number).fail(Failed("unavailable", reason))
             link.outbox.popleft()
-        self._loop.remove_writer(link.end)
+        self.loop.remove_writer(link.end)
 
     def _hear(self, link: Link) -> None:
         """Read what the server tells."""
@@ -329,7 +251,7 @@ class Pool:
         if word.number < 0 and word.failed is not None:
             self._lose(link, word.reason)
             return
-        link.is_ready, self._state = True, word.state
+        link.is_ready, self.state = True, word.state
         ask = self._asks.pop(word.number, None)
         if ask is None:
             channel.drop(body)
@@ -357,10 +279,9 @@ class Pool:
 
     def _unlink(self, link: Link) -> int:
         """Let a server go; its exit code."""
-        assert self._loop is not None
-        self._link = None
-        self._loop.remove_reader(link.end)
-        self._loop.remove_writer(link.end)
+        self.link = None
+        self.loop.remove_reader(link.end)
+        self.loop.remove_writer(link.end)
         return link.close()
 
     def _lose(self, link: Link, reason: str) -> None:
@@ -376,9 +297,98 @@ class Pool:
                 again = f"compile workers ended ({reason}), for the second time; try again later"
                 self._asks.pop(number).fail(Failed("unavailable", again))
         if self._asks:
-            self._start()
+            self.start()
             for number in self._asks:
                 self._send(number)
+
+
+class Pool:
+    """Does jobs in worker processes, for any thread; `CompileLimits` has the scheduling rules.
+
+    One thread of this process sends jobs to a server and reads answers. Nothing starts before the
+    first job. In a fork of the engine's process a pool is closed.
+
+    Args:
+        backend: What workers compile with; None for jobs that need none.
+        limits: Of a job, and of all of them together.
+
+    Raises:
+        ConfigError: this system has no such workers, or they cannot import the backend's class.
+    """
+
+    def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
+        _check_possible(backend)
+        self._backend, self._limits = backend, limits
+        self._own_process, self._is_closed = OwnProcess(), False
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        self._thread: threading.Thread | None = None
+        self._desk: Desk | None = None
+
+    def submit(self, job: Job, holder: str = "") -> Future[Any]:
+        """Start a job; of those that wait, the holders take turns.
+
+        The future raises GrammarError; cancelling it stops the work.
+        """
+        ask, number = Ask(job, holder), next(self._numbers)
+        if not self._call(Desk.begin, number, ask, partial(self._call, Desk.leave)):
+            ask.fail(Failed("closed", "the engine is closed"))
+        return ask.future
+
+    def warm(self) -> None:
+        """Start in advance what the first job needs; returns at once."""
+        self._call(Desk.start)
+
+    def close(self) -> None:
+        """End threads and processes; unfinished jobs fail with `CompileFailure`."""
+        with self._lock:
+            self.stop()
+        thread = self._thread
+        if self._own_process.is_here and thread not in (None, threading.current_thread()):
+            thread.join()
+
+    def stop(self) -> None:
+        """Begin to close, without locks or waiting, so that a finalizer may call it."""
+        self._is_closed, desk = True, self._desk
+        if self._own_process.is_here and desk is not None:
+            desk.is_closed = True
+            # It may have ended.
+            with contextlib.suppress(RuntimeError):
+                desk.loop.call_soon_threadsafe(desk.loop.stop)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Lanes and workers as plain data, as the server last told them."""
+        link = self._desk and self._desk.link
+        state = self._desk.state if self._desk else (0,) * len(FIGURES)
+        return {
+            "isolated": True,
+            "fork_server_pid": link.process.pid if link else None,
+            **dict(zip(FIGURES, state, strict=True)),
+        }
+
+    def _call(self, function: Callable[..., None], *arguments: Any) -> bool:
+        """Have the thread call a method of its desk; False if it has ended, or is not ours: a fork
+        of the engine's process copies its memory, but neither its thread nor its workers."""
+        with self._lock:
+            if self._is_closed or not self._own_process.is_here:
+                return False
+            if self._desk is None:
+                self._desk = Desk(asyncio.new_event_loop(), self._backend, self._limits)
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._desk,), name="grammar-compile", daemon=True
+                )
+                self._thread.start()
+            self._desk.loop.call_soon_threadsafe(function, self._desk, *arguments)
+        return True
+
+    def _run(self, desk: Desk) -> None:
+        with contextlib.closing(desk.loop) as loop:
+            loop.run_forever()
+            with self._lock:
+                self._is_closed = desk.is_closed = True
+            # What was asked meanwhile is told.
+            loop.call_soon(loop.stop)
+            loop.run_forever()
+            desk.close()
 
 
 def make_pool(

@@ -90,27 +90,124 @@ class Worker:
         self.answer: asyncio.Future[Answer] | None = None
 
 
+class Workers:
+    """The forked workers, and those of them that wait for a job."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, backend: Backend | None, limits: CompileLimits
+    ) -> None:
+        self._loop, self._backend, self._limits = loop, backend, limits
+        self.every: set[Worker] = set()
+        self.idle: list[Worker] = []
+        self.forked = self.killed = 0
+
+    def give(self, job: bytes) -> Worker:
+        """A worker that has the job now."""
+        while True:
+            given = self.idle.pop() if self.idle else self._fork()
+            # One that was ended has told it, and one that says what it was not asked for gets none.
+            self._read(given)
+            if given in self.every and given.answer is None:
+                break
+            self.kill(given)
+        given.answer = self._loop.create_future()
+        send(given.end, Order(), job)
+        # So that the next one need not wait for a fork.
+        self.fork_spare()
+        return given
+
+    def fork_spare(self) -> None:
+        """Have one that waits for a job, if it can be had."""
+        if not self.idle:
+            # The next job is told.
+            with contextlib.suppress(OSError):
+                self.idle.append(self._fork())
+
+    def _fork(self) -> Worker:
+        (near, far), parent = pair(), os.getpid()
+        output = os.fdopen(os.memfd_create("output"), "rb")
+        with far:
+            pid = os.fork()
+            if pid == 0:
+                _become_worker(far, output.fileno(), parent, self._backend, self._limits)
+        near.setblocking(False)
+        forked = Worker(pid, near, output)
+        self.every.add(forked)
+        self.forked += 1
+        self._loop.add_reader(near, self._read, forked)
+        return forked
+
+    def _read(self, given: Worker) -> None:
+        """Take what a worker has sent, or its end."""
+        waiting = given.answer if given.answer and not given.answer.done() else None
+        error: Exception = Failed("crash", "its worker process sent what none sends")
+        try:
+            message = receive(given.end, Word)
+        except BlockingIOError:
+            return
+        except ValueError:
+            pass
+        else:
+            if message is None:
+                error = self._end(given)
+            elif waiting is not None and (message[1] is None) != (message[0].failed is None):
+                waiting.set_result(message)
+                return
+            else:
+                drop(message[1])
+        self.kill(given)
+        if waiting is not None:
+            waiting.set_exception(error)
+
+    def kill(self, given: Worker) -> None:
+        """Have a worker end; its end is read as its words are."""
+        if given in self.every:
+            self.every.remove(given)
+            self.killed += 1
+            given.answer = None
+            os.kill(given.pid, signal.SIGKILL)
+        if given in self.idle:
+            self.idle.remove(given)
+
+    def _end(self, given: Worker) -> Exception:
+        """Let a worker go that can say no more; what its job has met by that."""
+        self._loop.remove_reader(given.end)
+        given.end.close()
+        # One in other hands may have closed its socket alone.
+        os.kill(given.pid, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(given.pid, 0)[1])
+        self.every.discard(given)
+        with given.output as file:
+            file.seek(-min(STDERR_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+            said = " ".join(file.read().decode(errors="replace").split())
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        if -code in OUTSIDE:
+            return _Lost(f"its worker process was ended by {how.removeprefix('signal ')}")
+        if means_out_of_memory(said):
+            return out_of_memory(self._limits, can_take(self._limits.memory_bytes))
+        said = f": {said[:300]}" if said else ""
+        return Failed("crash", f"its worker process ended with {how}{said}")
+
+
 class Server:
-    """Lanes and workers, on one loop."""
+    """Lanes and workers, on the loop that runs."""
 
     def __init__(self, end: socket.socket, backend: Backend | None, limits: CompileLimits) -> None:
-        self.end, self.backend, self.limits = end, backend, limits
+        self.loop, self.end, self.limits = asyncio.get_running_loop(), end, limits
+        self.workers = Workers(self.loop, backend, limits)
         self.quick = Lane(limits.fast_running, limits.fast_waiting)
         self.slow = Lane(limits.long_running, limits.long_waiting)
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.workers: set[Worker] = set()
-        self.idle: list[Worker] = []
-        self.forked = self.killed = 0
         self.telling: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Serve until the engine closes the channel, then kill all workers."""
-        self.loop, over = asyncio.get_running_loop(), asyncio.Event()
+        over = asyncio.Event()
         self.loop.add_reader(self.end, self._hear, over)
-        self._fork_spare()
+        self.workers.fork_spare()
         self._tell()
         await over.wait()
-        for each in self.workers:
+        for each in self.workers.every:
             os.kill(each.pid, signal.SIGKILL)
         os._exit(0)  # Nothing has to be cleaned up, and the engine waits.
 
@@ -135,7 +232,8 @@ class Server:
             self.telling.cancel()
             self.telling = None
         lanes = (self.quick.busy.total, self.slow.busy.total, len(self.quick), len(self.slow))
-        state = (len(self.workers), *lanes, self.forked, self.killed)
+        workers = self.workers
+        state = (len(workers.every), *lanes, workers.forked, workers.killed)
         # An engine that has gone is told nothing.
         with contextlib.suppress(ConnectionError):
             send(self.end, msgspec.structs.replace(word or Word(), state=state), body)
@@ -144,8 +242,6 @@ class Server:
         """Tell how things stand, unless something is told before."""
         if self.telling is None:
             self.telling = self.loop.call_later(TELL_S, self._tell)
-
-    # What befalls a job.
 
     async def _do(self, order: Order, job: bytes) -> None:
         body: Body | None = None
@@ -165,7 +261,7 @@ class Server:
 
     def _done(self, number: int, _: asyncio.Task[None]) -> None:
         del self.tasks[number]
-        self._fork_spare()
+        self.workers.fork_spare()
         self._tell_soon()
 
     async def _attempt(self, order: Order, job: bytes) -> Answer:
@@ -177,18 +273,18 @@ class Server:
         try:
             crowded = f"too many grammars are waiting; {LATER}"
             lane = await self._place(order, self.quick, crowded)
-            given = self._give(job)
+            given = self.workers.give(job)
             answer = await self._answer(given, least_s)
             left_s = limits.time_s - least_s
             if answer is None and left_s > 0:
                 # It takes long: where there is no place among such, it starts again in its turn.
                 if not self.slow.has_room(order.holder):
-                    self._kill(given)
+                    self.workers.kill(given)
                     given, left_s = None, limits.time_s
                 lane.give(order.holder)
                 lane, crowded = None, f"it takes long, and too many such wait; {LATER}"
                 lane = await self._place(order, self.slow, crowded)
-                given = given or self._give(job)
+                given = given or self.workers.give(job)
                 answer = await self._answer(given, left_s)
             if answer is None:
                 if is_stopped(given.pid):
@@ -196,14 +292,14 @@ class Server:
                 raise Failed("timeout", f"it took longer than {limits.time_s:g} s; {SIMPLIFY}")
             if answer[0].goes_on:
                 given.answer = None
-                self.idle.append(given)
+                self.workers.idle.append(given)
                 given = None
             return answer
         finally:
             if lane is not None:
                 lane.give(order.holder)
             if given is not None:
-                self._kill(given)
+                self.workers.kill(given)
 
     async def _place(self, order: Order, lane: Lane, crowded: str) -> Lane:
         """Wait for a place."""
@@ -218,94 +314,6 @@ class Server:
         assert answer is not None
         await asyncio.wait([answer], timeout=most_s)
         return answer.result() if answer.done() else None
-
-    # Workers.
-
-    def _give(self, job: bytes) -> Worker:
-        """A worker that has the job now."""
-        while True:
-            given = self.idle.pop() if self.idle else self._fork()
-            # One that was ended has told it, and one that says what it was not asked for gets none.
-            self._read(given)
-            if given in self.workers and given.answer is None:
-                break
-            self._kill(given)
-        given.answer = self.loop.create_future()
-        send(given.end, Order(), job)
-        # So that the next one need not wait for a fork.
-        self._fork_spare()
-        return given
-
-    def _fork_spare(self) -> None:
-        if not self.idle:
-            # The next job is told.
-            with contextlib.suppress(OSError):
-                self.idle.append(self._fork())
-
-    def _fork(self) -> Worker:
-        (near, far), parent = pair(), os.getpid()
-        output = os.fdopen(os.memfd_create("output"), "rb")
-        with far:
-            pid = os.fork()
-            if pid == 0:
-                _become_worker(far, output.fileno(), parent, self.backend, self.limits)
-        near.setblocking(False)
-        forked = Worker(pid, near, output)
-        self.workers.add(forked)
-        self.forked += 1
-        self.loop.add_reader(near, self._read, forked)
-        return forked
-
-    def _read(self, given: Worker) -> None:
-        """Take what a worker has sent, or its end."""
-        waiting = given.answer if given.answer and not given.answer.done() else None
-        error: Exception = Failed("crash", "its worker process sent what none sends")
-        try:
-            message = receive(given.end, Word)
-        except BlockingIOError:
-            return
-        except ValueError:
-            pass
-        else:
-            if message is None:
-                error = self._end(given)
-            elif waiting is not None and (message[1] is None) != (message[0].failed is None):
-                waiting.set_result(message)
-                return
-            else:
-                drop(message[1])
-        self._kill(given)
-        if waiting is not None:
-            waiting.set_exception(error)
-
-    def _kill(self, given: Worker) -> None:
-        """Have a worker end; its end is read as its words are."""
-        if given in self.workers:
-            self.workers.remove(given)
-            self.killed += 1
-            given.answer = None
-            os.kill(given.pid, signal.SIGKILL)
-        if given in self.idle:
-            self.idle.remove(given)
-
-    def _end(self, given: Worker) -> Exception:
-        """Let a worker go that can say no more; what its job has met by that."""
-        self.loop.remove_reader(given.end)
-        given.end.close()
-        # One in other hands may have closed its socket alone.
-        os.kill(given.pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(given.pid, 0)[1])
-        self.workers.discard(given)
-        with given.output as file:
-            file.seek(-min(STDERR_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
-            said = " ".join(file.read().decode(errors="replace").split())
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        if -code in OUTSIDE:
-            return _Lost(f"its worker process was ended by {how.removeprefix('signal ')}")
-        if means_out_of_memory(said):
-            return out_of_memory(self.limits, can_take(self.limits.memory_bytes))
-        said = f": {said[:300]}" if said else ""
-        return Failed("crash", f"its worker process ended with {how}{said}")
 
 
 def _become_worker(
@@ -359,6 +367,11 @@ def build(setup: Setup, light: bool) -> Backend | None:
     return backend
 
 
+async def serve(end: socket.socket, backend: Backend | None, limits: CompileLimits) -> None:
+    """Serve on a loop of this process's own."""
+    await Server(end, backend, limits).run()
+
+
 def main(arguments: list[str]) -> None:
     """Entry point of the process."""
     end_with(int(arguments[2]))
@@ -381,4 +394,4 @@ def main(arguments: list[str]) -> None:
     gc.freeze()
     # Not earlier: a request waits for the first grammar.
     os.nice(setup.limits.nice)
-    asyncio.run(Server(end, backend, setup.limits).run())
+    asyncio.run(serve(end, backend, setup.limits))

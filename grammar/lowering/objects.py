@@ -275,7 +275,7 @@ class ObjectWriter:
             named = dfa.neither(dfa.from_texts(self.names)) if self.names else dfa.EVERY
             kinds = [FreeKeys(frozenset(), named)]
             for predicate in self._predicates:
-                inside, outside = self._split(predicate)
+                inside, outside = _split(predicate, self.writer.resolver)
                 parts = [
                     FreeKeys(kind.matches | extra, dfa.both(kind.texts or dfa.EVERY, texts))
                     for kind in kinds
@@ -289,20 +289,22 @@ class ObjectWriter:
             raise keywords.refusal(keyword, self.path, "needs too large an automaton") from error
         return kinds
 
-    def _split(self, predicate: Predicate) -> tuple[Dfa, Dfa]:
-        """Texts that match, and texts that do not."""
-        if isinstance(predicate, str):
-            return found_in(predicate), dfa.neither(found_in(predicate))
-        return self._texts(predicate), self._texts(negated(predicate))
 
-    def _texts(self, expr: Expr) -> Dfa:
-        found = []
-        for shape in self.writer.resolver.shapes(expr):
-            if isinstance(shape, Strings):
-                found.append(automaton(shape))
-            elif isinstance(shape, Consts) and shape.kind == "string":
-                found.append(dfa.from_texts(_texts_of(shape)))
-        return dfa.any_of(found) if found else dfa.NONE
+def _split(predicate: Predicate, resolver: Resolver) -> tuple[Dfa, Dfa]:
+    """Texts that match, and texts that do not."""
+    if isinstance(predicate, str):
+        return found_in(predicate), dfa.neither(found_in(predicate))
+    return _texts(predicate, resolver), _texts(negated(predicate), resolver)
+
+
+def _texts(expr: Expr, resolver: Resolver) -> Dfa:
+    found = []
+    for shape in resolver.shapes(expr):
+        if isinstance(shape, Strings):
+            found.append(automaton(shape))
+        elif isinstance(shape, Consts) and shape.kind == "string":
+            found.append(dfa.from_texts(_texts_of(shape)))
+    return dfa.any_of(found) if found else dfa.NONE
 
 
 def counts_keys(shape: Objects) -> bool:

@@ -195,7 +195,7 @@ class Resolver:
         for a in left:
             for b in right:
                 common = intersect(a, b, self) if a.kind == b.kind else None
-                if common is not None and not self._is_empty_shape(common):
+                if common is not None and not shape_is_empty(common, self):
                     return False
         return True
 
@@ -288,14 +288,11 @@ class Resolver:
         found = False
         try:
             with suppress(GrammarError):
-                found = all(self._is_empty_shape(shape) for shape in self.shapes(expr))
+                found = all(shape_is_empty(shape, self) for shape in self.shapes(expr))
                 self._empty[expr] = found
         finally:
             self._depth -= 1
         return found
-
-    def _is_empty_shape(self, shape: Shape) -> bool:
-        return shape_is_empty(shape, self)
 
 
 def _writes(shape: Shape, other: Shape) -> bool:

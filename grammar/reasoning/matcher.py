@@ -269,9 +269,6 @@ class ReasoningMatcher(Matcher):
         inside = 0 if self._inner is None else self._inner.accepted_tokens - self._entered
         return len(self._before) + inside
 
-    def ended(self) -> bool:
-        return super().ended() if self._inner is None else self._inner.ended()
-
     def fork(self) -> Matcher:
         twin = object.__new__(ReasoningMatcher)
         twin.__dict__.update(self.__dict__)

@@ -10,13 +10,12 @@ token with little to spare stays only if the inner matcher takes a rest behind i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.grammar.contract import CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.matching import walk
+from overlap_spec.grammar.matching.around import Around
 from overlap_spec.grammar.room.chart import Chart, Place, Step
 from overlap_spec.grammar.room.room import AHEAD_TOKENS, APART_TOKENS, Room
 from overlap_spec.grammar.rows import BITS
@@ -37,7 +36,7 @@ def least_tokens(compiled: CompiledGrammar, most: int) -> int | None:
     return RoomMatcher(compiled.matcher(), room, most).least(found)
 
 
-class RoomMatcher(Matcher):
+class RoomMatcher(Around):
     """One request's position, and how much room it has left.
 
     Args:
@@ -48,12 +47,13 @@ class RoomMatcher(Matcher):
 
     Attributes:
         inner: As given, at the same position.
+        chart: Of the grammar's places, once the end of the room is looked at.
     """
 
     def __init__(self, inner: Matcher, room: Room, most_tokens: int) -> None:
-        self.vocabulary, self._untold = inner.vocabulary, False
-        self.inner, self._room, self._most = inner, room, most_tokens
-        self._chart: Chart | None = None
+        super().__init__(inner)
+        self._room, self._most = room, most_tokens
+        self.chart: Chart | None = None
         self._tokens: list[int] = []
         # Behind each token, the start first, as far as it was asked for; None: nowhere.
         self._places: list[Place | None] = []
@@ -101,37 +101,9 @@ class RoomMatcher(Matcher):
                 return
         self.inner.fill_tree(tokens, first_child, next_sibling, rows)
 
-    def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
-        return self.inner.forced_bytes(path)
-
-    @property
-    def is_terminated(self) -> bool:
-        return self.inner.is_terminated
-
-    @property
-    def is_complete(self) -> bool:
-        return self.inner.is_complete
-
-    @property
-    def is_free(self) -> bool:
-        return self.inner.is_free
-
-    @property
-    def accepted_tokens(self) -> int:
-        return self.inner.accepted_tokens
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the end of the room was looked at."""
-        return self._chart is not None
-
     @property
     def narrowed(self) -> int:
         return len(self._narrowed)
-
-    @property
-    def is_untold(self) -> bool:
-        return self._untold
 
     def fork(self) -> Matcher:
         twin = object.__new__(RoomMatcher)
@@ -141,9 +113,6 @@ class RoomMatcher(Matcher):
         twin._narrowed, twin._tight = self._narrowed.copy(), self._tight.copy()
         twin._begun = self._begun.copy()
         return twin
-
-    def ended(self) -> bool:
-        return self.inner.ended()
 
     def least(self, tokens: int) -> int | None:
         """Tokens that are enough from the start for a text that the inner matcher takes to its end;
@@ -174,22 +143,22 @@ class RoomMatcher(Matcher):
         if tokens + AHEAD_TOKENS <= self._ample:
             # It is looked at again in time.
             self._ample -= AHEAD_TOKENS
-        elif self._chart is None:
+        elif self.chart is None:
             room.ask()
         return tokens + depth <= self._ample
 
     def _chart_now(self) -> Chart | None:
         """The grammar's places; None where they are not told, or not yet."""
-        if self._chart is None:
-            self._chart = self._room.chart()
-            self._untold = self._chart is None
-            if self._chart is not None:
-                self._places = [self._chart.start]
-        return self._chart
+        if self.chart is None:
+            self.chart = self._room.chart()
+            self.is_untold = self.chart is None
+            if self.chart is not None:
+                self._places = [self.chart.start]
+        return self.chart
 
     def _place(self, at: int) -> Place | None:
         """The place behind the first ``at`` tokens; None where the rules do not lead to it."""
-        chart, texts = self._chart, self.vocabulary.text
+        chart, texts = self.chart, self.vocabulary.text
         if chart is None:
             return None
         places = self._places
@@ -220,20 +189,21 @@ class RoomMatcher(Matcher):
         if self.inner.is_complete:
             kept |= row & self.vocabulary.stop_row
         if not kept.any():
-            self._untold = True
+            self.is_untold = True
         elif not np.array_equal(kept, row):
             row[:] = kept
             self._tight.add((len(self._tokens), place.number))
 
     def _fitting(self, chart: Chart, step: Step, room: int) -> npt.NDArray[np.bool_]:
         """bool `(places,)`: those whose rest takes at most so many tokens."""
-        return np.array([self._fits(chart, place, room) for place in step.places], np.bool_)
 
-    def _fits(self, chart: Chart, place: Place, room: int) -> bool:
-        if self._room.spells and place.rest <= room:
-            return True
-        # The longest token is a bound from below.
-        return place.rest <= room * chart.trie.longest and chart.tokens(place) <= room
+        def fits(place: Place) -> bool:
+            if self._room.spells and place.rest <= room:
+                return True
+            # The longest token is a bound from below.
+            return place.rest <= room * chart.trie.longest and chart.tokens(place) <= room
+
+        return np.array([fits(place) for place in step.places], np.bool_)
 
     def _try(self, chart: Chart, row: Row, kept: Row, step: Step, room: int) -> None:
         """Add to a row the tokens with little to spare behind which the inner matcher takes a rest

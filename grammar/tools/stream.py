@@ -138,9 +138,9 @@ class CallStream:
     def _head(self, text: str) -> str:
         """The opening of a call, up to its name."""
         rest = self._match(text)
-        if rest is not None and self._read in self._wanted:
+        if self._read in self._wanted:
             self._name, self._step = "", self._named
-        return self._no_call() if rest is None else rest
+        return rest
 
     def _named(self, text: str) -> str:
         if _NAME_CHAR.match(text) and len(self._name) < _LONGEST_NAME:
@@ -155,8 +155,7 @@ class CallStream:
     def _between(self, text: str) -> str:
         """Between the name and the arguments, which are an object."""
         if self._read not in self._wanted:
-            rest = self._match(text)
-            return self._no_call() if rest is None else rest
+            return self._match(text)
         if text[0].isspace():
             return self._space(text)
         if text[0] != "{":
@@ -185,8 +184,7 @@ class CallStream:
         if self._read in self._wanted:
             self._held, self._step = "", self._after
             return text
-        rest = self._match(text)
-        return self._no_call() if rest is None else rest
+        return self._match(text)
 
     def _after(self, text: str) -> str:
         """Between two calls, or after the last one."""
@@ -207,16 +205,15 @@ class CallStream:
         self._wanted, self._read, self._held = wanted, "", held
         self._step = step
 
-    def _match(self, text: str) -> str | None:
-        """Consume one expected character, or white space; None if it is neither."""
+    def _match(self, text: str) -> str:
+        """Consume one expected character, or white space; where it is neither, there is no call."""
         if text[0].isspace():
             return self._space(text)
         self._read += text[0]
         if any(wanted.startswith(self._read) for wanted in self._wanted):
             self._held += text[0]
             return text[1:]
-        self._held += text
-        return None
+        return self._no_call(text)
 
     def _space(self, text: str) -> str:
         rest = text.lstrip()

@@ -52,20 +52,15 @@ def lanes() -> int:
 
 def team() -> int:
     """Threads that this thread's native operations run on; 0: as many as torch's."""
-    found: int = _library().overlap_spec_team()
+    found: int = library().overlap_spec_team()  # type: ignore[union-attr]
     return found
 
 
 def set_team(members: int) -> int:
     """Let this thread's native operations run on ``members`` threads (0: on as many as torch's),
     and tell what :func:`team` was."""
-    before: int = _library().overlap_spec_set_team(members)
+    before: int = library().overlap_spec_set_team(members)  # type: ignore[union-attr]
     return before
-
-
-@cache
-def _library() -> ctypes.PyDLL:
-    return ctypes.PyDLL(str(build(_processor())))
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -75,18 +70,24 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-@cache
 def native() -> bool:
     """Whether this machine computes layers natively; the first call may compile what does."""
+    return library() is not None
+
+
+@cache
+def library() -> ctypes.PyDLL | None:
+    """The native operations, which torch has then too; None where there are none."""
     flags = _processor()
     if not flags >= NEEDED:
-        return False
+        return None
     try:
-        torch.ops.load_library(str(build(flags)))
+        file = str(build(flags))
+        torch.ops.load_library(file)
+        return ctypes.PyDLL(file)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.warning("torch's own operations are used, native ones cannot be: %s", error)
-        return False
-    return True
+        return None
 
 
 @cache

@@ -19,10 +19,8 @@ from overlap_spec.kernels.triton.launch import launch, power_of_two
 
 # What one program selects from, a request's nodes rounded up to a power of two.
 SELECTED = 16384
-# Keys of nodes: 0 for a dead one, below 2 ** 32 by score, ``FIRST`` more below a request's least,
-# and the roots'.
+# Keys of nodes: 0 for a dead one, below 2 ** 32 by score, and the roots'.
 LOWEST = tl.constexpr(-0x7F800001)
-FIRST = tl.constexpr(2**32)
 ROOT = tl.constexpr(2**33)
 END = tl.constexpr(2**33 + 1)
 STEPS = tl.constexpr(34)
@@ -169,11 +167,10 @@ def _counted(flag, EACH: tl.constexpr):
     return number
 
 
-@triton.jit(do_not_specialize=["batch", "count"], do_not_specialize_on_alignment=["least", "most"])
+@triton.jit(do_not_specialize=["batch", "count"], do_not_specialize_on_alignment=["most"])
 def _select_nodes(
-    scores, least, most, pack, kept_scores, batch, count, row_stride,
-    LEAST: tl.constexpr, MOST: tl.constexpr, NODES: tl.constexpr,
-    ROWS: tl.constexpr, SIZE: tl.constexpr,
+    scores, most, pack, kept_scores, batch, count, row_stride,
+    MOST: tl.constexpr, NODES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row, node = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)[None, :]
     inside = (row < batch) & (node < NODES)
@@ -188,34 +185,26 @@ def _select_nodes(
         over = (key > 0) & (node > 0) & (_best(key, bound, True) == 0)
         key = tl.where(over, 0, key)
     live = key > 0
-    if LEAST:
-        bound = tl.load(least + row, mask=row < batch, other=0)
-        # After those that ``most`` leaves, which are each row's first: ranks are the same.
-        first = live & (node > 0) & _best(key, bound, True)
-        key = tl.where(first, key + FIRST, key)
     kept = _best(key, tl.zeros([1, 1], tl.int64) + count, False)
     index = row.to(tl.int64) * NODES + node
     tl.store(pack + _counted(kept, False) - 1, index, mask=kept)
     tl.store(kept_scores + index, tl.where(kept & live, score, -float("inf")), mask=inside)
 
 
-def select_nodes(
-    scores: Tensor, count: int, least: Tensor | None = None, most: Tensor | None = None
-) -> Selected:
+def select_nodes(scores: Tensor, count: int, most: Tensor | None = None) -> Selected:
     """See :func:`overlap_spec.kernels.select_nodes`."""
     batch, nodes = scores.shape
     rows, size = power_of_two(batch), power_of_two(nodes)
     if rows * size > SELECTED:
         # One program would hold too much; torch's sorts wait for nothing either.
-        return reference_of(definitions.select_nodes)(scores, count, least, most)
+        return reference_of(definitions.select_nodes)(scores, count, most)
     scores = _dense_rows(scores)
     pack = torch.empty(count, dtype=torch.int64, device=scores.device)
     kept = torch.empty(batch, nodes, dtype=torch.float32, device=scores.device)
     launch(
         _select_nodes, (1,),
-        scores, pack if least is None else least.contiguous(),
-        pack if most is None else most.contiguous(), pack, kept, batch, count, scores.stride(0),
-        LEAST=least is not None, MOST=most is not None, NODES=nodes, ROWS=rows, SIZE=size,
+        scores, pack if most is None else most.contiguous(), pack, kept, batch, count,
+        scores.stride(0), MOST=most is not None, NODES=nodes, ROWS=rows, SIZE=size,
         num_warps=min(16, max(1, rows * size // 256)),
     )  # fmt: skip
     return Selected(pack, kept)

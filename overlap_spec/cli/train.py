@@ -36,7 +36,7 @@ def train(
 
     from overlap_spec.training.own_head import train_head
     from overlap_spec.training.progress import COLUMNS, Bars
-    from overlap_spec.worker.build import pick_device
+    from overlap_spec.worker.site import pick_device
 
     if threads is not None:
         torch.set_num_threads(threads)

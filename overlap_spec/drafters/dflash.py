@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -24,14 +25,14 @@ class DFlashDrafter(MarginalDrafter):
     target's other heads do. Of a root nothing is kept: its block begins with it.
     """
 
-    load = staticmethod(load_dflash)
+    load_head = staticmethod(load_dflash)
 
     head: DFlashHead
 
     @classmethod
     def build(
         cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
-    ) -> MarginalDrafter:
+    ) -> Self:
         drafter = super().build(config, target, tables, make_cache)
         shape = drafter.head.config
         assert isinstance(shape, DFlashConfig)

@@ -68,15 +68,11 @@ def graft(draft: HostDraft, forced: Sequence[int], tier: Tier) -> HostDraft:
         elif tier.top_k > 1 or above == len(nodes):
             nodes.append((token, above, score - cost[parent]))
             place[number], cost[number] = len(nodes), cost[parent]
-    return _best(nodes, tier.nodes - 1)
-
-
-def _best(nodes: list[tuple[int, int, float]], count: int) -> HostDraft:
-    """The ``count`` best of nodes (token, parent, score), none before its parent."""
-    order = sorted(sorted(range(len(nodes)), key=lambda at: -nodes[at][2])[:count])
-    number = {0: 0} | {at + 1: new for new, at in enumerate(order, 1)}
+    # The best of them, none before its parent.
+    order = sorted(sorted(range(len(nodes)), key=lambda at: -nodes[at][2])[: tier.nodes - 1])
+    renumbered = {0: 0} | {at + 1: new for new, at in enumerate(order, 1)}
     return HostDraft(
         np.array([nodes[at][0] for at in order], np.int64),
-        np.array([number[nodes[at][1]] for at in order], np.int64),
+        np.array([renumbered[nodes[at][1]] for at in order], np.int64),
         np.array([nodes[at][2] for at in order], np.float32),
     )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from overlap_spec.drafters.base import DraftCache
+from overlap_spec.config import EngineConfig
+from overlap_spec.drafters.base import DraftCache, MakeCache, Tables
 from overlap_spec.drafters.tree_drafter import TreeDrafter
+from overlap_spec.errors import ConfigError
+from overlap_spec.hub import find_folder
 from overlap_spec.models.decoder import Attend, Decoder
 from overlap_spec.models.eagle3 import FusingHead, feature_layers
 
@@ -23,25 +29,46 @@ class HeadDrafter(TreeDrafter):
         target: Whose features it reads.
         cache: The head's own.
         rows: Rows of the tables.
-        width: H, channels of a state.
+        width: H, channels of a state; None: the head's own.
         offsets: As :class:`TreeDrafter` takes them.
+
+    Attributes:
+        load_head: Reads the head of a folder, which is for a target, in a type.
     """
+
+    load_head: ClassVar[staticmethod[[Path, Decoder, torch.dtype], Any]]
 
     def __init__(
         self,
-        head: nn.Module,
+        head: Any,
         target: Decoder,
         cache: DraftCache,
         rows: int,
-        width: int,
+        width: int | None = None,
         offsets: Tensor | None = None,
     ) -> None:
         embed_tokens = getattr(head, "embed_tokens", target.embed_tokens)
-        state = embed_tokens.weight.new_zeros(rows, width)
+        state = embed_tokens.weight.new_zeros(rows, width or head.config.hidden_size)
         super().__init__(cache, state, target.config.max_position - 1, offsets)
         self.head, self.embed_tokens = head, embed_tokens
         # No module of this one: the target's weights are packed once.
         self._target_logits: Callable[[Tensor], Tensor] = target.logits
+
+    @classmethod
+    def folder(cls, config: EngineConfig) -> Path:
+        """The head's."""
+        if config.draft is None:
+            name = cls.__module__.rpartition(".")[2]
+            raise ConfigError(f"algorithm {name!r} needs draft, the folder of a draft head")
+        return find_folder(config.draft)
+
+    @classmethod
+    def build(
+        cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
+    ) -> Self:
+        head = cls.load_head(cls.folder(config), target, target.embed_tokens.weight.dtype)
+        layers = getattr(head.config, "layer", head.config)
+        return cls(head, target, make_cache(layers, first=1), len(tables.roots))
 
     def advance(
         self, tokens: Tensor, before: Tensor | None, positions: Tensor, attend: Attend

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import Draft, MakeCache, Roots, Tables
+from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.head_drafter import FusingDrafter
 from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
 from overlap_spec.drafters.tree_drafter import Branches, Growth, shape_of
-from overlap_spec.errors import ConfigError
-from overlap_spec.hub import find_folder
 from overlap_spec.kernels import Noise, noise_keys, top_candidates
-from overlap_spec.models.decoder import Decoder
-from overlap_spec.models.eagle3 import FusingHead
 from overlap_spec.steps import FEW_TOKENS
 from overlap_spec.tiers import Tier
 
@@ -31,21 +25,6 @@ class MarginalDrafter(FusingDrafter):
     """
 
     stepwise: ClassVar[bool] = False
-
-    @classmethod
-    def build(
-        cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
-    ) -> MarginalDrafter:
-        if config.draft is None:
-            name = cls.__module__.rpartition(".")[2]
-            raise ConfigError(f"algorithm {name!r} needs draft, the folder of a draft head")
-        head = cls.load(find_folder(config.draft), target, target.embed_tokens.weight.dtype)
-        return cls(head, target, make_cache(head.config.layer, first=1), len(tables.roots))
-
-    @staticmethod
-    @abstractmethod
-    def load(path: Path, target: Decoder, dtype: torch.dtype) -> FusingHead:
-        """The head in folder ``path``, as :func:`overlap_spec.models.weights.load_eagle3`."""
 
     @abstractmethod
     def depths(self, roots: Roots, count: int) -> Tensor:

@@ -15,7 +15,7 @@ from overlap_spec.models.parallel_eagle import ParallelHead, load_parallel
 class ParallelDrafter(MarginalDrafter):
     """A head that sees masks behind the root, and tells of each the token after it."""
 
-    load = staticmethod(load_parallel)
+    load_head = staticmethod(load_parallel)
 
     head: ParallelHead
     mask_feature: Tensor

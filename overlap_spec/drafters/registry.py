@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.mtp import find_modules
 from overlap_spec.models.tensors import tensor_names
 
-ROW = "overlap_spec.drafters.row:RowDrafter"
-
 
 def load_drafter(name: str) -> type[Drafter]:
     """The drafter's class.
@@ -28,26 +25,15 @@ def load_drafter(name: str) -> type[Drafter]:
     Raises:
         ConfigError: there is no such drafter, or what the name leads to is none.
     """
-    own: type[Drafter]
+    setting, path = f"algorithm {name!r}:", f"{__package__}.{name}"
     if "," in name:
-        own = own_class(ROW, Drafter, f"algorithm {name!r}:")
-        return own
-    if ":" in name:
-        own = own_class(name, Drafter, "algorithm")
-        return own
-    if name not in drafter_names():
+        path = f"{__package__}.row"
+    elif ":" in name:
+        setting, path = "algorithm", name
+    elif name not in drafter_names():
         raise ConfigError(f"no drafter is called {name!r}; built: {', '.join(drafter_names())}")
-    path = f"overlap_spec.drafters.{name}"
-    found = importlib.import_module(path)
-    (own,) = (
-        value
-        for value in vars(found).values()
-        if inspect.isclass(value)
-        and issubclass(value, Drafter)
-        and value.__module__ == path
-        and not inspect.isabstract(value)
-    )
-    return own
+    found: type[Drafter] = own_class(path, Drafter, setting)
+    return found
 
 
 def make_drafter(

@@ -13,11 +13,12 @@ import heapq
 import re
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
+from overlap_spec.caches import newest
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import NOTHING, Drafter, HostDraft
 from overlap_spec.drafters.text_pool import best_first
@@ -166,6 +167,64 @@ def note(values: Values, slot: int, value: bytes) -> None:
         values.popitem(last=False)
 
 
+class Prompt:
+    """The end of a prompt as text.
+
+    Attributes:
+        weights: Of each word's first byte, how likely free text begins there.
+        breaks: Where a span of words may end.
+    """
+
+    def __init__(self, text: bytes, keys: Collection[bytes]) -> None:
+        self.text = text[-PROMPT_BYTES:]
+        self._lower = self.text.lower()
+        self.breaks = {found.start() for found in BREAK.finditer(self.text)}
+        self._words = [found.start() for found in WORD.finditer(self.text)]
+        self.weights = {start: self._weight(start) for start in self._words}
+        for name in keys:
+            for spelled in {name, name.replace(b"_", b" ")}:
+                for found in re.finditer(re.escape(spelled) + rb"(?![0-9a-z])", self._lower):
+                    if found.start() in self.weights:
+                        self.weights[found.start()] *= NAMED
+
+    def places(self, text: bytes) -> list[int]:
+        """Where a text stands, in a few places."""
+        found, at = list[int](), self.text.find(text) if text else -1
+        while at >= 0 and len(found) < PLACES:
+            found.append(at)
+            at = self.text.find(text, at + 1)
+        return found
+
+    def near(self, before: bytes) -> set[int]:
+        """Starts behind words of the key that the output has before the slot."""
+        found = KEY.search(before)
+        near = set[int]()
+        for word in found[1].lower().split(b"_") if found else ():
+            if len(word) < 3:
+                continue
+            for at in re.finditer(re.escape(word), self._lower):
+                first = bisect_left(self._words, at.end())
+                near.update(w for w in self._words[first : first + 3] if w - at.end() < 16)
+        return near
+
+    def end_chance(self, start: int, at: int) -> float:
+        """The chance that a span ends at a break of the prompt, by what stands around."""
+        prompt = self.text
+        if prompt[at : at + 1] != b" ":
+            return AT_MARK
+        last = prompt.rfind(b" ", start, at) + 1 or start
+        return BETWEEN[prompt[last : last + 1].islower(), prompt[at + 1 : at + 2].islower()]
+
+    def _weight(self, start: int) -> float:
+        """How likely free text begins with a word of the prompt, by how it stands there."""
+        byte, prior = self.text[start], self.text[max(0, start - 4) : start]
+        weight = INSIDE if prior and prior[-1] not in APART else 1.0
+        if chr(byte).isupper():
+            prior = prior.rstrip(b" \"'")
+            return weight * (SENTENCE if not prior or prior[-1] in b".!?:\n" else 1.0)
+        return weight * (1.0 if chr(byte).isdigit() else LOWER)
+
+
 class Filling:
     """One request: its prompt as text, and how far its output has come.
 
@@ -174,22 +233,13 @@ class Filling:
         earlier: What they had in other ones; empty where nobody asked for that.
     """
 
-    def __init__(self, guide: Guide, table: Table, history: History, earlier: Values) -> None:
+    def __init__(self, guide: Guide, history: History, table: Table, earlier: Values) -> None:
         self.table, self.own, self.earlier = table, Values(), earlier
         self._texts, self._encode = guide.texts, guide.encode
-        self.prompt = self.text_of(history.prompt)[-PROMPT_BYTES:]
-        self._lower = self.prompt.lower()
-        self._is_break = {found.start() for found in BREAK.finditer(self.prompt)}
-        self._words = [found.start() for found in WORD.finditer(self.prompt)]
-        self._weights = {start: self._weight(start) for start in self._words}
-        for name in table.keys:
-            for spelled in {name, name.replace(b"_", b" ")}:
-                for found in re.finditer(re.escape(spelled) + rb"(?![0-9a-z])", self._lower):
-                    if found.start() in self._weights:
-                        self._weights[found.start()] *= NAMED
+        self.prompt = Prompt(self.text_of(history.prompt), table.keys)
         self.place, self._read, self._said = START, 0, b""
         self._used: set[int] = set()
-        self._encoded: dict[bytes, Sequence[int]] = {}
+        self._encoded: OrderedDict[bytes, Sequence[int]] = OrderedDict()
         self._options: dict[Place, list[tuple[bytes, float]]] = {}
 
     def text_of(self, tokens: Sequence[int]) -> bytes:
@@ -212,7 +262,7 @@ class Filling:
 
     def _end(self, place: Place) -> None:
         note(self.own, place.slot, place.value)
-        self._used.update(self._places(place.value.strip(CLOSING)))
+        self._used.update(self.prompt.places(place.value.strip(CLOSING)))
         self._options.clear()
 
     def draft(self, forced: Sequence[int], tier: Tier) -> HostDraft:
@@ -252,16 +302,13 @@ class Filling:
         return chances
 
     def _tokens(self, text: bytes) -> Sequence[int]:
-        known = self._encoded.get(text)
-        if known is None:
-            if len(self._encoded) >= ENCODED:
-                self._encoded.clear()
+        def encode() -> Sequence[int]:
             try:
-                known = self._encode(text.decode())
+                return self._encode(text.decode())
             except UnicodeDecodeError as error:
-                known = self._encode(text[: error.start].decode())
-            self._encoded[text] = known
-        return known
+                return self._encode(text[: error.start].decode())
+
+        return newest(self._encoded, text, encode, ENCODED)
 
     def _texts_behind(
         self, place: Place, said: bytes, room: int, branches: int
@@ -345,7 +392,7 @@ class Filling:
             ]
         for found in WORD.finditer(value):
             end = value[found.start() :]
-            places = [at for at in self._places(end) if at in self._weights]
+            places = [at for at in self.prompt.places(end) if at in self.prompt.weights]
             if places:
                 return [
                     (text, share)
@@ -354,57 +401,30 @@ class Filling:
                 ]
         return []
 
-    def _places(self, text: bytes) -> list[int]:
-        found, at = list[int](), self.prompt.find(text) if text else -1
-        while at >= 0 and len(found) < PLACES:
-            found.append(at)
-            at = self.prompt.find(text, at + 1)
-        return found
-
     def _starts(self, state: int, before: bytes) -> list[tuple[int, float]]:
         """Where spans may start that fill a slot, with weights, the likeliest first."""
-        near, free, used = self._near(before), self.table.is_free(state), self._used
+        near, free, used = self.prompt.near(before), self.table.is_free(state), self._used
         ways = frozenset(self.table.ways(state))
-        prompt, known, again = self.prompt, self._weights, USED if free else USED_FEW
+        prompt, known, again = self.prompt.text, self.prompt.weights, USED if free else USED_FEW
         found = [
             (start, (known[start] if free else 1.0) * (again if start in used else 1.0))
-            for start in self._words
+            for start in known
             if prompt[start] in ways
         ]
         found = [(start, weight * (NEAR if start in near else 1.0)) for start, weight in found]
         return heapq.nlargest(STARTS, found, key=lambda item: item[1])
 
-    def _weight(self, start: int) -> float:
-        """How likely free text begins with a word of the prompt, by how it stands there."""
-        byte, prior = self.prompt[start], self.prompt[max(0, start - 4) : start]
-        weight = INSIDE if prior and prior[-1] not in APART else 1.0
-        if chr(byte).isupper():
-            prior = prior.rstrip(b" \"'")
-            return weight * (SENTENCE if not prior or prior[-1] in b".!?:\n" else 1.0)
-        return weight * (1.0 if chr(byte).isdigit() else LOWER)
-
-    def _near(self, before: bytes) -> set[int]:
-        """Starts behind words of the key that the output has before the slot."""
-        found = KEY.search(before)
-        near = set[int]()
-        for word in found[1].lower().split(b"_") if found else ():
-            if len(word) < 3:
-                continue
-            for at in re.finditer(re.escape(word), self._lower):
-                first = bisect_left(self._words, at.end())
-                near.update(w for w in self._words[first : first + 3] if w - at.end() < 16)
-        return near
-
     def _ends_of(self, at: int, state: int, start: int) -> list[tuple[bytes, float]]:
         """Ends of a span that goes on at ``at`` of the prompt, with what closes it."""
-        prompt, first, left = self.prompt, at, 1.0
+        prompt, first, left = self.prompt.text, at, 1.0
         found = list[tuple[bytes, float]]()
         most = min(len(prompt), start + LONGEST)
         while True:
             goes_on = at < most and (after := self.table.after(state, prompt[at : at + 1])) != DEAD
-            if at > start and (at == len(prompt) or at in self._is_break):
-                chance = self._end_chance(start, at) if goes_on else 1.0
-                for close in self._closings(state):
+            if at > start and (at == len(prompt) or at in self.prompt.breaks):
+                chance = self.prompt.end_chance(start, at) if goes_on else 1.0
+                closed = self.table.forced(state) >= 0
+                for close in [b""] if closed else self.table.ends(state)[:2]:
                     text = prompt[first:at] + close
                     if text:
                         found.append((text, left * chance))
@@ -412,19 +432,6 @@ class Filling:
             if not goes_on or after < FIRST or left < LEAST:
                 return found
             state, at = after, at + 1
-
-    def _closings(self, state: int) -> list[bytes]:
-        if self.table.forced(state) >= 0:
-            return [b""]
-        return self.table.ends(state)[:2]
-
-    def _end_chance(self, start: int, at: int) -> float:
-        """The chance that a span ends at a break of the prompt, by what stands around."""
-        prompt = self.prompt
-        if prompt[at : at + 1] != b" ":
-            return AT_MARK
-        last = prompt.rfind(b" ", start, at) + 1 or start
-        return BETWEEN[prompt[last : last + 1].islower(), prompt[at + 1 : at + 2].islower()]
 
 
 class SlotDrafter(Drafter):
@@ -469,23 +476,13 @@ class SlotDrafter(Drafter):
         guide = history.guide
         if guide is None:
             return None
-        filling = self.fillings.pop(history.request_id, None)
-        if filling is None:
-            table, earlier = self._grammar(guide)
-            filling = Filling(guide, table, history, earlier)
+
+        def make() -> Filling:
+            key = guide.salt, id(guide.states)
+            known = newest(self.grammars, key, lambda: (Table(guide), Values()), GRAMMARS)
+            return Filling(guide, history, *known)
+
         # Requests that wait for their turn again must not add up.
-        while len(self.fillings) >= self._most:
-            self.fillings.popitem(last=False)
-        self.fillings[history.request_id] = filling
+        filling = newest(self.fillings, history.request_id, make, self._most)
         filling.follow(history)
         return filling
-
-    def _grammar(self, guide: Guide) -> tuple[Table, Values]:
-        key = guide.salt, id(guide.states)
-        known = self.grammars.pop(key, None)
-        if known is None:
-            known = Table(guide), Values()
-        self.grammars[key] = known
-        while len(self.grammars) > GRAMMARS:
-            self.grammars.popitem(last=False)
-        return known

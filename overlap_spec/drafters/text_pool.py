@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 
+from overlap_spec.caches import newest
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Drafter, HostDraft
 from overlap_spec.models.decoder import Decoder
@@ -133,13 +134,13 @@ class LookupDrafter(Drafter, Generic[Index]):
 
     def _pool(self, history: History) -> TextPool[Index]:
         """The request's pool, with its new tokens."""
-        pool = self.pools.pop(history.request_id, None)
-        if pool is None:
-            pool = TextPool(self.make_index, self.size, self._share)
         # Requests that wait for their turn again must not add up.
-        while len(self.pools) >= self._most:
-            self.pools.popitem(last=False)
-        self.pools[history.request_id] = pool
+        pool = newest(
+            self.pools,
+            history.request_id,
+            lambda: TextPool(self.make_index, self.size, self._share),
+            self._most,
+        )
         end = min(len(history), pool.added + TOKENS_A_STEP)
         pool.add(history.tokens(pool.added, end))
         return pool

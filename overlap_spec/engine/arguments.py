@@ -79,15 +79,27 @@ def as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     return [cast("Prompt", part) for part in prompt], False
 
 
-def each_grammar(value: Any, count: int, additional_properties: str) -> list[Grammar | None]:
-    """The grammar of each of ``count`` prompts: see :func:`as_grammar`; a type's is made once."""
-    if isinstance(value, list | tuple):
-        given = each("grammar", value, count)
-        return [as_grammar(one, additional_properties) for one in given]
-    return [as_grammar(value, additional_properties)] * count
+def each_call(
+    prompt: Prompt | Sequence[Prompt], grammar: Any, sampling: Any, additional_properties: str
+) -> tuple[list[tuple[Prompt, Grammar | None, Sampling]], bool]:
+    """Each prompt of a call with its grammar and sampling, and whether it was a single one.
+
+    Args:
+        grammar: As :func:`as_grammar` takes it, one for all or a list; a type's is made once.
+        sampling: One for all, or a list.
+        additional_properties: As for :func:`as_grammar`.
+    """
+    prompts, single = as_prompts(prompt)
+    if isinstance(grammar, list | tuple):
+        given = _each("grammar", grammar, len(prompts))
+        grammars = [as_grammar(one, additional_properties) for one in given]
+    else:
+        grammars = [as_grammar(grammar, additional_properties)] * len(prompts)
+    samplings = _each("sampling", sampling, len(prompts))
+    return list(zip(prompts, grammars, samplings, strict=True)), single
 
 
-def each(name: str, value: Any, count: int) -> list[Any]:
+def _each(name: str, value: Any, count: int) -> list[Any]:
     """The value of each of ``count`` prompts: ``value`` itself, or its items if it is a list."""
     if isinstance(value, list | tuple):
         if len(value) != count:

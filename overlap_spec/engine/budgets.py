@@ -111,8 +111,7 @@ class Budgets:
         most = budget.most or (tier.nodes,) * view.batch
         most = tuple(1 if p else m for p, m in zip(plain, most, strict=True))
         nodes = sum(most) if budget.nodes is None else min(budget.nodes, sum(most))
-        least = budget.least or (1,) * view.batch
-        return replace(budget, nodes=nodes, least=least, most=most)
+        return replace(budget, nodes=nodes, most=most)
 
     def drop(self, index: int) -> None:
         """Nothing comes of a step."""

@@ -26,10 +26,10 @@ from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.tiers import Tier
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.worker.build import Room, build_streams, build_worker, overlap_mode
+from overlap_spec.worker.build import Room, build_streams, build_worker
 from overlap_spec.worker.graphs import graph_size
-from overlap_spec.worker.warm_up import warm_up
-from overlap_spec.worker.worker import prepare, prepare_next
+from overlap_spec.worker.site import overlap_mode
+from overlap_spec.worker.warm_up import prepare, prepare_next, warm_up
 
 # Prompt tokens of a step, if nobody says: running requests wait for them. A CPU computes longer
 # chunks no faster, token by token.
@@ -119,7 +119,8 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
 
 def _warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
     """Compile, measure and record what the first steps want."""
-    config, worker, policy, tiers = core.config, core.worker, core.policy, core.policy.tiers
+    config, worker, policy = core.config, core.worker, core.budgets.policy
+    tiers = policy.tiers
     taken = with_wide(tiers) if core.budgets.widens else tiers
     policy.tell_waits(worker.recordings.wait_ms)
     # A wide tier's drafts are the grammar's too: its budget has no stop.
@@ -187,9 +188,9 @@ def preparation(core: EngineCore) -> Iterator[bool]:
     Yields:
         Whether there was something to do.
     """
-    worker, measures = core.worker, core.policy.weighs_cost
+    worker, measures = core.worker, core.budgets.policy.weighs_cost
     while True:
-        tiers = core.policy.tiers
+        tiers = core.budgets.policy.tiers
         made = worker.do(prepare_next, tiers)
         worker.rest()
         # To measure is to write to pages.
@@ -198,5 +199,5 @@ def preparation(core: EngineCore) -> Iterator[bool]:
             measures = False
             found = tier_costs(core.config, worker, nearest_tier(core.config, tiers), tiers)
             if found is not None:
-                core.policy.calibrate(*found)
+                core.budgets.policy.calibrate(*found)
         yield asked or made.get()

@@ -6,19 +6,18 @@ import time
 import weakref
 from typing import Any, NamedTuple
 
+from overlap_spec.children import OwnProcess
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.budgets import Budgets
 from overlap_spec.engine.grammar_manager import GrammarManager
-from overlap_spec.engine.own_process import OwnProcess
 from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
-from overlap_spec.speculation.policy import LengthPolicy
 from overlap_spec.stats import Standing
 from overlap_spec.steps import History, StepPlan, StepResult
 from overlap_spec.timeline import Timeline
 from overlap_spec.worker.in_flight import InFlightStep
-from overlap_spec.worker.worker import Worker, clear
+from overlap_spec.worker.worker import Worker
 
 Run = tuple[Sequence, tuple[int, ...]]
 
@@ -61,11 +60,6 @@ class EngineCore:
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
 
-    @property
-    def policy(self) -> LengthPolicy:
-        """The length policy."""
-        return self.budgets.policy
-
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         config = self.config
@@ -81,8 +75,11 @@ class EngineCore:
         Results are read one step late, under the next step's verify; where there is no next step,
         or the mode is serial, at once.
         """
+        with self.worker.watched():
+            return self._step()
+
+    def _step(self) -> bool:
         start = time.perf_counter_ns()
-        self.worker.check()
         plan = self.scheduler.plan(self.budgets.choose)
         if plan is None:
             return self._drain()
@@ -90,13 +87,11 @@ class EngineCore:
         self.grammar.step = plan.index
         self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
 
-        if untrusted := self.scheduler.take_untrusted():
-            self.worker.do(clear, untrusted)
         kept: list[Run] | None = None
         step = self.worker.upload(plan)
         if self.worker.traits.drafts_on_host and plan.tier.steps:
             kept = self._results(last)
-        self.worker.draft(step, self._histories(plan))
+        self.worker.draft(step, self.worker.host_drafts.propose(plan, self._histories(plan)))
         ahead = self.worker.traits.verifies_ahead
         if kept is None and last is not None and not ahead and self.scheduler.may_end_all(plan):
             # The one early wait, hidden under the draft.
@@ -117,7 +112,7 @@ class EngineCore:
             self._before = None
             return True
         if step.constrained:
-            trees = self.worker.trees(step)
+            trees = step.read_trees()
             self.grammar.fill(plan.verified_ids, trees)
             self.budgets.note(plan.verified_ids, trees)
         asks = self.worker.traits.asks_thinking and step.constrained
@@ -146,7 +141,7 @@ class EngineCore:
         self.budgets.end(fresh)
         for sequence in fresh:
             self.grammar.drop(sequence.request.id)
-            self.worker.forget(sequence.history)
+            self.worker.host_drafts.forget(sequence.history)
             self._ended_tokens += len(sequence.output_ids)
         return StepOutputs([(s, run) for s, run in runs if run and s.finish_reason is None], fresh)
 
@@ -186,10 +181,10 @@ class EngineCore:
         members = [*self.scheduler.running, *self.scheduler.waiting]
         return [s for s in members if s.request.id not in self._told]
 
-    def _histories(self, plan: StepPlan) -> list[History] | None:
+    def _histories(self, plan: StepPlan) -> list[History]:
         """Known tokens of the decode rows, where the drafter works on the host."""
         if not self.worker.traits.drafts_on_host:
-            return None
+            return []
         by_row = {s.row: s for s in self.scheduler.running}
         return [by_row[row].history for row in plan.decode_rows]
 
@@ -207,8 +202,10 @@ class EngineCore:
 
     def _drain(self) -> bool:
         """Read the step under way, after which the worker is at rest; False if there is none."""
+        # A step that cannot be read any more is not asked for again.
         last, self._in_flight = self._in_flight, None
-        self._accept(self._results(last))
+        with self.worker.watched():
+            self._accept(self._results(last))
         self._before = None
         return last is not None
 

@@ -25,8 +25,9 @@ from overlap_spec.speculation.cost import (
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.tiers import Tier
 from overlap_spec.timeline import Timeline
-from overlap_spec.worker.build import Room, build_streams, build_worker, machine_key
+from overlap_spec.worker.build import Room, build_streams, build_worker
 from overlap_spec.worker.pass_times import PassTimes, Point, measure
+from overlap_spec.worker.site import machine_key
 from overlap_spec.worker.worker import Worker
 
 log = logging.getLogger(__name__)

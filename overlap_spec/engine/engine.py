@@ -1,46 +1,31 @@
-"""The engine: requests in, constrained text out. Joins input processor, core and outputs."""
+"""The engine: requests in, constrained text out."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager
-from typing import Any, Unpack, overload
+from typing import Any, Self, Unpack, cast
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.arguments import (
-    GrammarLike,
-    Prompt,
-    Sampling,
-    as_prompts,
-    copies,
-    each,
-    each_grammar,
-    grouped,
-)
-from overlap_spec.engine.build import build
-from overlap_spec.engine.grammar_manager import StepFigures
-from overlap_spec.engine.input_processor import GenerateOptions, InputProcessor, Limits
-from overlap_spec.engine.interrupts import put_off_interrupts
-from overlap_spec.engine.output_processor import OutputProcessor
-from overlap_spec.engine.own_process import OwnProcess
+from overlap_spec.engine.arguments import GrammarLike, Prompt, Sampling, copies, each_call, grouped
+from overlap_spec.engine.input_processor import GenerateOptions, Generates, InputProcessor
+from overlap_spec.engine.loop import EngineLoop
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.engine.sequences import SequenceMaker
-from overlap_spec.errors import EngineUnavailable, RequestFailed
+from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.isolation.limits import CompileFailure
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.models.config import read_config
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
-from overlap_spec.stats import Standing
-from overlap_spec.timeline import Timeline
-from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Delta, Output, Request
+from overlap_spec.types import Delta, Output
 
 
-class Engine:
+def _typed(generate: Any) -> Generates[Output, list[Output], list[list[Output]]]:
+    """A method as type checkers are to see it."""
+    return cast("Generates[Output, list[Output], list[list[Output]]]", generate)
+
+
+class Engine(EngineLoop):
     """Generates text under grammars with tree speculation.
 
     Ctrl-C ends the call that it meets, after the step under way, and no more than that; a step that
@@ -59,106 +44,12 @@ class Engine:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self.config = EngineConfig.build(model=model, **settings)
-        vocab_size = read_config(self.config.target_path).vocab_size
-        self.tokenizer = Tokenizer(self.config.target_path, vocab_size)
-        self.core, self.compiler, self._preparation = build(self.config, self.tokenizer)
-        assert self.compiler.ceiling is not None
-        self.memory_limit_bytes = self.compiler.ceiling.most_bytes
-        self.context_length = self.core.worker.traits.context_length
-        limits = Limits(self.context_length, self.core.scheduler.longest)
+        super().__init__(EngineConfig.build(model=model, **settings))
         self.input_processor = InputProcessor(
-            self.tokenizer, limits, self.config.additional_properties, self.config.adapters
+            self.tokenizer, self.limits, self.config.additional_properties, self.config.adapters
         )
-        self._own_process = OwnProcess()
-        self.sequences = SequenceMaker(
-            self.tokenizer, limits, self.core.budgets.widens, self.config.complete
-        )
-        self.output_processor = OutputProcessor(self.compiler.check)
-        self._lock = threading.RLock()
-        self._closed = False
-        # What cut a step short.
-        self._failure: BaseException | None = None
 
-    @property
-    def timeline(self) -> Timeline:
-        """Spans of the last steps: this process's, and those of other ranks that
-        :meth:`gather_spans` has taken."""
-        return self.core.timeline
-
-    def gather_spans(self) -> None:
-        """Take the other ranks' spans since the last call into the timeline, in lanes of their own
-        (``rank 1 compute``). Their clock is this process's on the same machine alone.
-
-        Raises:
-            EngineUnavailable: a rank is gone.
-        """
-        with self._held():
-            self._check_open()
-            self.core.worker.gather_spans()
-
-    @property
-    def figures(self) -> StepFigures:
-        """Time of grammar work so far, and how much of it was hidden."""
-        return self.core.grammar.figures
-
-    def snapshot(self) -> dict[str, Any]:
-        """State as plain data: length policy, pages, requests, grammar time."""
-        return self.core.snapshot()
-
-    def standings(self, most: int) -> list[Standing]:
-        """Where requests stand that run or wait, running ones first; of at most ``most``."""
-        with self._held():
-            return self.core.standings(most)
-
-    def flush_cache(self) -> int:
-        """Forget the computed pages of earlier prompts that no request holds; how many there
-        were."""
-        with self._held():
-            return self.core.scheduler.flush_cache()
-
-    @overload
-    def generate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        grammar: GrammarLike = None,
-        sampling: Sampling = None,
-        n: None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> Output: ...
-
-    @overload
-    def generate(  # type: ignore[overload-overlap]
-        self,
-        prompt: Prompt,
-        grammar: GrammarLike = None,
-        sampling: Sampling = None,
-        *,
-        n: int,
-        **options: Unpack[GenerateOptions],
-    ) -> list[Output]: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: Sequence[Prompt],
-        grammar: GrammarLike | Sequence[GrammarLike] = None,
-        sampling: Sampling | Sequence[Sampling] = None,
-        n: None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> list[Output]: ...
-
-    @overload
-    def generate(
-        self,
-        prompt: Sequence[Prompt],
-        grammar: GrammarLike | Sequence[GrammarLike] = None,
-        sampling: Sampling | Sequence[Sampling] = None,
-        *,
-        n: int,
-        **options: Unpack[GenerateOptions],
-    ) -> list[list[Output]]: ...
-
+    @_typed
     def generate(
         self,
         prompt: Prompt | Sequence[Prompt],
@@ -192,12 +83,9 @@ class Engine:
             EngineUnavailable: the engine is closed, a step has failed, or this is a fork of the
                 process that made it.
         """
-        prompts, single = as_prompts(prompt)
-        grammars = each_grammar(grammar, len(prompts), self.config.additional_properties)
-        samplings = each("sampling", sampling, len(prompts))
-        asked = zip(prompts, grammars, samplings, strict=True)
+        calls, single = each_call(prompt, grammar, sampling, self.config.additional_properties)
         count = 1 if n is None else n
-        prepared = [self._prepare(count, *each_one, **options) for each_one in asked]
+        prepared = [self._prepare(count, *call, **options) for call in calls]
         handles = self._enqueue([sequence for group in prepared for sequence in group])
         try:
             outputs = [self._wait(handle) for handle in handles]
@@ -239,60 +127,6 @@ class Engine:
         """
         return self._enqueue(self._prepare(1, prompt, grammar, sampling, **options))[0]
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The compiled grammar, from the cache if it is there; blocks until it is ready.
-
-        Raises:
-            GrammarError: it cannot be compiled.
-            EngineUnavailable: the engine is closed.
-        """
-        return self._compiled(grammar, None)
-
-    def _compiled(self, grammar: Grammar, most_tokens: int | None) -> CompiledGrammar:
-        self._check_open()
-        try:
-            return self.compiler.compile(grammar, most_tokens)
-        except CompileFailure:
-            # The engine may have been closed meanwhile.
-            self._check_open()
-            raise
-
-    def admit(
-        self, request: Request, compiled: CompiledGrammar | None = None, compile_ms: float = 0.0
-    ) -> RequestHandle:
-        """Queue a request that is already processed and compiled; otherwise as :meth:`submit`.
-
-        Args:
-            request: Gets an id of this engine, in the order of the calls.
-            compiled: The compiled ``request.grammar``.
-            compile_ms: How long the request waited for that, for its statistics.
-        """
-        return self._enqueue([self.sequences.make(request, compiled, compile_ms)])[0]
-
-    def abort(self, handle: RequestHandle) -> None:
-        """End a request now; its output, there at once, is what has been generated."""
-        with self._held():
-            self._check_whole()
-            self._abort(handle)
-            self._publish()
-
-    def release(self, handles: Sequence[RequestHandle]) -> None:
-        """Forget requests; those that still run are aborted."""
-        if not self._own_process.is_here:
-            return
-        with self._held():
-            if self._failure is None:
-                for handle in handles:
-                    self._abort(handle)
-                self._publish()
-            for handle in handles:
-                self.output_processor.remove(handle)
-
-    def _abort(self, handle: RequestHandle) -> None:
-        self.core.scheduler.abort(handle.request.id)
-        if (validation := self.output_processor.validation(handle)) is not None:
-            validation.cancel()
-
     def pieces(self, handle: RequestHandle) -> Generator[Delta]:
         """The pieces of a submitted request, which is released at the end; runs its steps.
 
@@ -311,45 +145,25 @@ class Engine:
         finally:
             self.release([handle])
 
-    def step(self) -> bool:
-        """Run one step of the queued requests; False if there is nothing to do.
+    def compile(self, grammar: Grammar, most_tokens: int | None = None) -> CompiledGrammar:
+        """The compiled grammar, from the cache if it is there; blocks until it is ready.
+
+        Args:
+            most_tokens: As for :meth:`GrammarCompiler.submit`.
 
         Raises:
-            EngineUnavailable: a step before it has failed.
+            GrammarError: it cannot be compiled.
+            EngineUnavailable: the engine is closed.
         """
-        with self._held():
-            self._check_whole()
-            for request_id in self.output_processor.abandoned():
-                self.core.scheduler.abort(request_id)
-            busy = self.core.step()
-            self._publish()
-            return busy
+        self._calls.check_open()
+        try:
+            return self.compiler.compile(grammar, most_tokens)
+        except CompileFailure:
+            # The engine may have been closed meanwhile.
+            self._calls.check_open()
+            raise
 
-    def prepare_next(self) -> bool:
-        """Use an idle moment for what later requests would wait for; False if there is no use."""
-        with self._held():
-            return self.core.scheduler.idle and next(self._preparation)
-
-    def _publish(self) -> None:
-        """Bring the handles up to date."""
-        outputs = self.core.outputs()
-        for sequence, _ in outputs.runs:
-            self.output_processor.push(sequence)
-        for sequence in outputs.ended:
-            self.output_processor.finish(sequence)
-        self.output_processor.deliver_validated()
-
-    def close(self) -> None:
-        """Abort all requests and end all threads; later calls raise :class:`EngineUnavailable`."""
-        self._closed = True
-        if not self._own_process.is_here:
-            return
-        with self._held():
-            self.release(self.output_processor.open())
-        self.compiler.close()
-        self.core.close()
-
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -360,56 +174,14 @@ class Engine:
     ) -> list[SequenceState]:
         """Check, tokenise and compile a request, for so many outputs: all its errors come before it
         is queued."""
-        self._check_open()
+        self._calls.check_open()
         request = self.input_processor.process(*asked, **options)
         compiled, compile_ms = None, 0.0
         if request.grammar is not None:
             compile_start_ns = time.perf_counter_ns()
-            compiled = self._compiled(request.grammar, self.sequences.room_tokens(request))
+            compiled = self.compile(request.grammar, self.sequences.room_tokens(request))
             compile_ms = (time.perf_counter_ns() - compile_start_ns) / 1e6
         return [self.sequences.make(each, compiled, compile_ms) for each in copies(request, count)]
-
-    def _enqueue(self, sequences: Sequence[SequenceState]) -> list[RequestHandle]:
-        handles: list[RequestHandle] = []
-        try:
-            with self._held():
-                for sequence in sequences:
-                    # Again: the engine may have been closed while the grammar was compiled.
-                    self._check_open()
-                    handles.append(self.output_processor.add(sequence.request))
-                    self.core.add(sequence)
-        except BaseException:
-            self.release(handles)
-            raise
-        return handles
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Hold the lock: Ctrl-C waits until it is free again. What fails meanwhile is a step, or
-        the reading of one: nothing can be computed after it."""
-        self._own_process.check()
-        with put_off_interrupts(), self._lock:
-            try:
-                yield
-            except EngineUnavailable:
-                raise
-            except BaseException as error:
-                self._failure = error
-                raise
-
-    def _check_open(self) -> None:
-        self._own_process.check()
-        if self._closed:
-            raise EngineUnavailable("the engine is closed: make a new one")
-        self._check_whole()
-
-    def _check_whole(self) -> None:
-        if (error := self._failure) is not None:
-            text = f"{type(error).__name__}: {error}".removesuffix(": ")
-            raise EngineUnavailable(
-                f"a step of the engine was cut short, and the engine with it ({text}): "
-                "make a new one"
-            ) from error
 
     def _wait(self, handle: RequestHandle) -> Output:
         while handle.output is None:

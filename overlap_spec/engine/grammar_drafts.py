@@ -77,16 +77,15 @@ class GrammarDrafts:
     def sizes(self, sequences: Sequence[SequenceState], tier: Tier) -> list[int]:
         """Nodes, root included, of the largest tree that the grammar can make of each request's
         next one, where that is more than a draft of ``tier`` has of it; else 0."""
-        return [self._size(sequence, tier.own.steps) for sequence in sequences]
-
-    def _size(self, sequence: SequenceState, drafted: int) -> int:
-        request = sequence.request
-        if sequence.matcher is None or not request.sampling.speculate:
-            return 0
-        # A run's first token is the next root.
-        run = self._ahead.get(request.id, 0) - 1
-        left = self._pool.guesses(request.id).standing.left
-        return max(1 + run if run > drafted else 0, 1 + left)
+        sizes = [0] * len(sequences)
+        for index, sequence in enumerate(sequences):
+            request = sequence.request
+            if sequence.matcher is not None and request.sampling.speculate:
+                # A run's first token is the next root.
+                run = self._ahead.get(request.id, 0) - 1
+                left = self._pool.guesses(request.id).standing.left
+                sizes[index] = max(1 + run if run > tier.own.steps else 0, 1 + left)
+        return sizes
 
 
 class Parts:
@@ -158,4 +157,4 @@ def widened(budget: Budget, told: Sequence[int]) -> Budget:
     most = tuple(max(most, min(own, wide.nodes)) for most, own in zip(before, told, strict=True))
     nodes = sum(before) if budget.nodes is None else budget.nodes
     nodes += sum(most) - sum(before)
-    return Budget(wide, nodes, budget.least or (1,) * len(told), most)
+    return Budget(wide, nodes, most)

@@ -12,7 +12,7 @@ from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherCall
 from overlap_spec.scheduler.sequence import UNTOLD
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.steps import HostTrees, StepPlan
-from overlap_spec.timeline import hidden_fraction, union_ns
+from overlap_spec.timeline import union_ns
 
 
 @dataclass
@@ -24,17 +24,13 @@ class StepFigures:
     exposed_ms: float = 0.0
     idle_ms: float = 0.0
 
-    def add(self, grammar_ms: float, exposed_ms: float, idle_ms: float) -> None:
-        """Enter one step."""
-        self.steps += 1
-        self.grammar_ms += grammar_ms
-        self.exposed_ms += exposed_ms
-        self.idle_ms += idle_ms
-
     @property
     def hidden_fraction(self) -> float | None:
-        """Share of the grammar's time that ran beside verify; None where it took none."""
-        return hidden_fraction([self.exposed_ms], [self.grammar_ms])
+        """Share of the grammar's time that ran beside verify, in [0, 1]: to wait for more than the
+        grammar counts as nothing hidden. None where it took none."""
+        if not self.grammar_ms:
+            return None
+        return max(0.0, 1 - self.exposed_ms / self.grammar_ms)
 
 
 class GrammarManager:
@@ -138,7 +134,11 @@ class GrammarManager:
             idle_ms: How long it stood idle for whatever reason.
             sequences: Those that run.
         """
-        self.figures.add(self.spent_ms, exposed_ms, idle_ms)
+        figures = self.figures
+        figures.steps += 1
+        figures.grammar_ms += self.spent_ms
+        figures.exposed_ms += exposed_ms
+        figures.idle_ms += idle_ms
         calls, self._calls, self._spent_ns = self._calls, [], 0
         if not calls:
             return

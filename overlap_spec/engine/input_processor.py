@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast, overload
 
 from overlap_spec.chat_messages import template_messages
 from overlap_spec.chat_template import Rendering
@@ -50,6 +50,10 @@ ELSEWHERE = {
     "ebnf": "grammar",
     "choice": "grammar",
 }
+
+One = TypeVar("One", covariant=True)
+Many = TypeVar("Many", covariant=True)
+Nested = TypeVar("Nested", covariant=True)
 
 
 class PromptOptions(TypedDict, total=False):
@@ -105,6 +109,53 @@ class GenerateOptions(PromptOptions, SamplingOptions, total=False):
     """Keyword arguments of every call that generates; they go before its ``sampling``."""
 
 
+class Generates(Protocol[One, Many, Nested]):
+    """A call that generates: what it returns for one prompt and for several, without ``n`` and with
+    it."""
+
+    @overload
+    def __call__(
+        self,
+        prompt: Prompt,
+        grammar: GrammarLike = None,
+        sampling: Sampling = None,
+        n: None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> One: ...
+
+    @overload
+    def __call__(
+        self,
+        prompt: Prompt,
+        grammar: GrammarLike = None,
+        sampling: Sampling = None,
+        *,
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> Many: ...
+
+    @overload
+    def __call__(
+        self,
+        prompt: Sequence[Prompt],
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        n: None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Many: ...
+
+    @overload
+    def __call__(
+        self,
+        prompt: Sequence[Prompt],
+        grammar: GrammarLike | Sequence[GrammarLike] = None,
+        sampling: Sampling | Sequence[Sampling] = None,
+        *,
+        n: int,
+        **options: Unpack[GenerateOptions],
+    ) -> Nested: ...
+
+
 @dataclass(frozen=True)
 class Limits:
     """Limits on prompt + output of one request, in tokens.
@@ -153,7 +204,7 @@ class InputProcessor:
             InvalidRequest: an invalid argument; names the field.
         """
         arrival_ns = time.perf_counter_ns()
-        self.check_length(count_characters(prompt))
+        self.check_length(prompt)
         grammar = as_grammar(grammar, self._additional_properties)
         fields = sampling_fields(options)
         raw, tools = options.get("raw", False), as_tools(options.get("tools"))
@@ -186,11 +237,10 @@ class InputProcessor:
             warnings=_unread(self.tokenizer.unread(rendering.variables)),
         )
 
-    def check_length(self, characters: int) -> None:
-        """Raise InvalidRequest if no prompt of so many characters fits the context.
-
-        Cheap, unlike tokenising the prompt and counting its tokens.
-        """
+    def check_length(self, prompt: Any) -> int:
+        """Characters of a prompt, as :func:`count_characters`; InvalidRequest if none with so many
+        fits the context. Cheap, unlike tokenising it and counting its tokens."""
+        characters = count_characters(prompt)
         if characters > self._most_characters:
             raise InvalidRequest(
                 f"the prompt has {characters} characters; the context of "
@@ -198,6 +248,7 @@ class InputProcessor:
                 "leaves no room for output: shorten the prompt",
                 "prompt",
             )
+        return characters
 
     def prompt_ids(
         self,
@@ -407,11 +458,3 @@ def check_text(data: Any, param: str | None) -> None:
             stack += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple) and not is_token_ids(value):
             stack += value
-
-
-def parse_output(grammar: Grammar, text: str) -> Any:
-    """The parsed output; None if the caller's stop string cut it short, or its type refuses it."""
-    try:
-        return grammar.parse(text)
-    except Exception:  # a type's own checks raise what they like, and cost its request alone
-        return None

@@ -119,6 +119,11 @@ class OutputProcessor:
         unvalidated = self._unvalidated.get(handle.request.id)
         return None if unvalidated is None else unvalidated.validation
 
+    def cancel_validation(self, handle: RequestHandle) -> None:
+        """Stop to validate a handle's output, which is aborted."""
+        if (validation := self.validation(handle)) is not None:
+            validation.cancel()
+
     def deliver_validated(self) -> None:
         """Hand out the outputs whose validation has ended."""
         for request_id, (handle, last, output, validation) in list(self._unvalidated.items()):

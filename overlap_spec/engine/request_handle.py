@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from overlap_spec.engine.input_processor import parse_output
 from overlap_spec.types import Delta, Output, Request
 
 
@@ -34,8 +34,11 @@ class RequestHandle:
         self.pushed_tokens += len(delta.token_ids)
 
     def end(self, output: Output, error_type: str | None) -> None:
-        """Set the output, and parse it as the request's grammar says."""
+        """Set the output, and parse it as the request's grammar says, unless a stop string has cut
+        it short or its type refuses it."""
         grammar = self.request.grammar
         if output.finish_reason == "stop" and grammar is not None:
-            output = replace(output, parsed=parse_output(grammar, output.text))
+            # A type's own checks raise what they like, and cost its request alone.
+            with contextlib.suppress(Exception):
+                output = replace(output, parsed=grammar.parse(output.text))
         self.output, self.error_type = output, error_type

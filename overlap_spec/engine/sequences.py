@@ -10,21 +10,14 @@ from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.automata.search import TextSearch, search
 from overlap_spec.grammar.contract import CompiledGrammar, Matcher
 from overlap_spec.grammar.drafting.few_texts import OutputTries
-from overlap_spec.grammar.drafting.text_tokens import TextTokens
 from overlap_spec.grammar.reasoning.matcher import ReasoningMatcher
 from overlap_spec.grammar.room.matcher import RoomMatcher, least_tokens
-from overlap_spec.grammar.room.room import Room
 from overlap_spec.scheduler.sequence import UNTOLD, Sequence
 from overlap_spec.scheduler.stops import TextBuffer
 from overlap_spec.steps import Guide
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
 from overlap_spec.worker.extras.base import Surroundings, extras_of
-
-
-def _tells(room: Room, most: int) -> bool:
-    """Whether the rests of a grammar are told, or will be before they are needed."""
-    return room.is_early(most) or room.chart() is not None
 
 
 class SequenceMaker:
@@ -40,7 +33,6 @@ class SequenceMaker:
         longest = min(limits.context_tokens, limits.cache_tokens)
         self._surroundings = Surroundings(tokenizer.vocabulary, tokenizer.encode, longest)
         self._output_tries = OutputTries(tokenizer.vocabulary, tokenizer.encode)
-        self._inside = TextTokens(tokenizer.vocabulary, tokenizer.encode)
         self._ids = itertools.count()
 
     def make(
@@ -67,7 +59,7 @@ class SequenceMaker:
             trie = self._output_tries.of(grammar) if self._tries else None
             sequence.maps = compiled.states, trie
             if compiled.states is not None:
-                told = self._tokenizer.vocabulary.text, self._inside, request.page_salt
+                told = self._tokenizer.vocabulary.text, self._output_tries.cut, request.page_salt
                 sequence.guide = Guide(compiled.states, *told)
         sequence.stats.prompt_tokens = len(request.prompt_ids)
         sequence.stats.grammar_compile_ms = compile_ms
@@ -103,10 +95,12 @@ class SequenceMaker:
         if self.room_tokens(request) is None:
             return matcher
         room, least = compiled.room, None
-        if room is not None and (
-            room.chart() is not None if asked.complete else room.spells and _tells(room, most)
-        ):
-            least = least_tokens(compiled, most)
+        if room is not None:
+            # Early on they are told before they are needed.
+            early = not asked.complete and room.is_early(most)
+            told = early or room.chart() is not None
+            if told and (asked.complete or room.spells):
+                least = least_tokens(compiled, most)
         if room is None or least is None:
             if asked.complete:
                 raise InvalidRequest(

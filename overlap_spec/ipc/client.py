@@ -6,27 +6,16 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-from overlap_spec.engine.own_process import OwnProcess
-from overlap_spec.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineUnavailable,
-    GrammarError,
-    InvalidRequest,
-    OverlapSpecError,
-    QueueFull,
-    RequestFailed,
-)
-from overlap_spec.grammar.isolation.limits import CompileFailure
+from overlap_spec.children import OwnProcess
+from overlap_spec.errors import CheckpointError, ConfigError, EngineUnavailable
 from overlap_spec.ipc import messages as m
+from overlap_spec.ipc.open_requests import OpenRequests
+from overlap_spec.ipc.preparation import Preparation
 from overlap_spec.ipc.process import EngineProcess
 from overlap_spec.ipc.request_handle import AsyncRequestHandle
-from overlap_spec.shares import has_room
 from overlap_spec.types import Request
 
 log = logging.getLogger("overlap_spec")
@@ -51,22 +40,16 @@ class EngineClient:
     Args:
         settings: Of the engine.
         stall_timeout_s: Kills an engine that sends nothing for so long, not even a heartbeat.
-        on_ready: Called with what an engine says of itself when it is loaded.
+
+    Attributes:
+        health: State of the engine; it accepts requests only if it is ``ready``.
+        restarts: How often the engine's process has died and was restarted.
     """
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        stall_timeout_s: float,
-        on_ready: Callable[[m.EngineReady], None],
-    ) -> None:
+    def __init__(self, settings: dict[str, Any], stall_timeout_s: float) -> None:
         self._settings, self._stall_timeout_s = settings, stall_timeout_s
-        self._on_ready = on_ready
-        # Set by `on_ready`, once the engine has said how many requests run at once.
-        self.max_open_requests = 0
-        self.open: dict[int, AsyncRequestHandle] = {}
-        # Open requests, and those that are being tokenised.
-        self.held: Counter[str] = Counter()
+        self.open_requests = OpenRequests()
+        self.preparation = Preparation(self.open_requests)
         self.health: Health = "starting"
         self.restarts = 0
         self._last_message_s = time.monotonic()
@@ -77,8 +60,12 @@ class EngineClient:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the engine's last message; a ready engine sends one every second."""
+        """Seconds since the engine's last message; a ready engine sends one every second, but for
+        a step that takes longer."""
         return time.monotonic() - self._last_message_s
+
+    def set_ready(self, told: m.EngineReady) -> None:
+        """Take in what an engine says of itself when it is loaded."""
 
     async def start(self) -> None:
         """Start the engine's process, and wait until it is loaded.
@@ -96,7 +83,7 @@ class EngineClient:
             raise
 
     async def close(self) -> None:
-        """End the process; open requests fail."""
+        """End the process; open requests fail, and later ones raise :class:`EngineUnavailable`."""
         self.health = "closed"
         if not self._own_process.is_here:
             return
@@ -104,6 +91,7 @@ class EngineClient:
         if supervisor is not None:
             supervisor.cancel()
             await asyncio.gather(supervisor, return_exceptions=True)
+        self.preparation.close()
 
     def send(self, request: Request) -> AsyncRequestHandle:
         """Send a request; :meth:`AsyncRequestHandle.queued` waits until it is accepted.
@@ -112,10 +100,9 @@ class EngineClient:
             QueueFull, EngineUnavailable: the request itself is fine.
         """
         process = self._ready_process()
-        self.check_room(request.holder)
+        self.open_requests.check_room(request.holder)
         handle = AsyncRequestHandle(replace(request, id=next(self._numbers)), self._abort)
-        self.open[handle.request.id] = handle
-        self.held[request.holder] += 1
+        self.open_requests.add(handle)
         grammar = request.grammar
         if grammar is not None:
             # The type that parses the output stays in this process.
@@ -123,39 +110,16 @@ class EngineClient:
         process.send(m.AddRequest(replace(handle.request, grammar=None), grammar))
         return handle
 
-    def check_room(self, holder: str) -> None:
-        """Raise QueueFull if a holder may open no further request, and EngineUnavailable in a fork
-        of the process that made the client."""
-        self._own_process.check()
-        if not has_room(self.held, holder, self.max_open_requests):
-            raise QueueFull(
-                f"{self.held.total()} requests are open, {self.held[holder]} of them yours, and "
-                f"{self.max_open_requests} may be (max_running_requests + max_queued_requests): "
-                "try again later"
-            )
-
-    def give_back(self, holder: str) -> None:
-        """Count one request of a holder no longer."""
-        self.held[holder] -= 1
-        if not self.held[holder]:
-            del self.held[holder]
-
-    def _close(self, number: int) -> AsyncRequestHandle | None:
-        """Take a request out of the open ones."""
-        handle = self.open.pop(number, None)
-        if handle is not None:
-            self.give_back(handle.request.holder)
-        return handle
-
     def _abort(self, number: int) -> None:
         here = self._own_process.is_here
-        if here and number in self.open and self._process is not None:
+        if here and number in self.open_requests and self._process is not None:
             self._process.send(m.AbortRequest(number))
 
     def end_open(self, reason: str) -> None:
-        """Abort all open requests; those who wait for them get the reason."""
-        for number, handle in list(self.open.items()):
-            self._abort(number)
+        """Abort all open requests; those who wait for them get the reason, as
+        :class:`EngineUnavailable`."""
+        for handle in list(self.open_requests.values()):
+            handle.abort()
             handle.fail(EngineUnavailable(reason))
 
     async def query(self, what: m.QueryKind, steps: int = 0) -> dict[str, Any]:
@@ -234,14 +198,14 @@ class EngineClient:
                 async with asyncio.timeout(timeout_s):
                     message = await process.receive()
             except TimeoutError:
-                owes = self._process is None or self.open or self._queries
+                owes = self._process is None or self.open_requests or self._queries
                 if owes or self.silence_s > max(self._stall_timeout_s, LONGEST_SILENCE_S):
                     return EngineUnavailable(f"the engine sent nothing for {timeout_s} s")
                 continue
             self._last_message_s = time.monotonic()
             match message:
                 case m.EngineReady():
-                    self._on_ready(message)
+                    self.set_ready(message)
                     self._process, self.health = process, "ready"
                     if not started.done():
                         started.set_result(None)
@@ -253,21 +217,7 @@ class EngineClient:
                     if query is not None and not query.done():
                         query.set_result(message.data)
                 case m.EngineOutputs():
-                    self._deliver(message)
-
-    def _deliver(self, outputs: m.EngineOutputs) -> None:
-        for rejected in outputs.rejected:
-            if (handle := self._close(rejected.id)) is not None:
-                handle.fail(_rejection(rejected))
-        for number in outputs.queued:
-            if number in self.open:
-                self.open[number].set_queued()
-        for piece in outputs.deltas:
-            if piece.id in self.open:
-                self.open[piece.id].push(piece.delta)
-        for finished in outputs.finished:
-            if (handle := self._close(finished.id)) is not None:
-                handle.end(finished.output, finished.error_type)
+                    self.open_requests.deliver(message)
 
     def _fail_all(self) -> None:
         """The process is gone: fail all open requests and queries."""
@@ -280,20 +230,8 @@ class EngineClient:
             else "the engine stopped while this request was under way: it is being restarted, "
             "send the request again"
         )
-        for number in list(self.open):
-            if (handle := self._close(number)) is not None:
-                handle.fail(error)
+        for number in list(self.open_requests):
+            self.open_requests.fail(number, error)
         for query in self._queries.values():
             if not query.done():
                 query.set_exception(error)
-
-
-def _rejection(rejected: m.RejectedRequest) -> OverlapSpecError:
-    """The error that the engine's process raised."""
-    if rejected.failure is not None:
-        return CompileFailure(rejected.message, rejected.failure, rejected.param)
-    if rejected.error_type == "GrammarError":
-        return GrammarError(rejected.message, rejected.param)
-    if rejected.error_type == "InvalidRequest":
-        return InvalidRequest(rejected.message, rejected.param)
-    return RequestFailed(rejected.message)

@@ -6,21 +6,22 @@ is gone, and the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
-from overlap_spec.children import end_with
+from overlap_spec.children import end_with, end_with_input
 from overlap_spec.engine import Engine
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.errors import InvalidRequest, OverlapSpecError
@@ -87,18 +88,15 @@ class EngineServer:
                 raw = self.socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._handle(m.decode_to_server(raw))
-
-    def _handle(self, message: m.ToServer) -> None:
-        match message:
-            case m.AddRequest():
-                self._add(message)
-            case m.AbortRequest():
-                self._abort(message.id)
-            case m.Query():
-                self.socket.send(m.encode(m.QueryResult(message.id, self._answer(message))))
-            case m.Shutdown():
-                self._shutdown = True
+            match m.decode_to_server(raw):
+                case m.AddRequest() as message:
+                    self._add(message)
+                case m.AbortRequest(number):
+                    self._abort(number)
+                case m.Query(number) as query:
+                    self.socket.send(m.encode(m.QueryResult(number, self._answer(query))))
+                case m.Shutdown():
+                    self._shutdown = True
 
     def _answer(self, query: m.Query) -> dict[str, Any]:
         match query.what:
@@ -109,7 +107,10 @@ class EngineServer:
             case "flush_cache":
                 return {"pages": self.engine.flush_cache()}
             case "timeline":
-                return {"spans": self._last_spans(query.steps)}
+                self.engine.gather_spans()
+                spans = self.engine.timeline.spans()
+                first = max((span.step for span in spans), default=0) - query.steps + 1
+                return {"spans": [span._asdict() for span in spans if span.step >= first]}
 
     def _add(self, message: m.AddRequest) -> None:
         now, number = time.perf_counter_ns(), message.request.id
@@ -124,14 +125,13 @@ class EngineServer:
             self._reject(number, error)
             return
         self.compiling[number] = Compiling(request, future)
-        future.add_done_callback(lambda _: self._wake())
 
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_write, b"!")
-        except OSError:
+        def wake(_: object) -> None:
             # A full pipe wakes the loop as well; a closed one means that the loop has ended.
-            return
+            with contextlib.suppress(OSError):
+                os.write(self._wake_write, b"!")
+
+        future.add_done_callback(wake)
 
     def _admit_compiled(self) -> None:
         for number, (request, future) in list(self.compiling.items()):
@@ -221,12 +221,6 @@ class EngineServer:
         ]
         return [*known, *compiling][:MOST_STANDINGS]
 
-    def _last_spans(self, steps: int) -> list[dict[str, Any]]:
-        self.engine.gather_spans()
-        spans = self.engine.timeline.spans()
-        first = max((span.step for span in spans), default=0) - steps + 1
-        return [span._asdict() for span in spans if span.step >= first]
-
 
 def in_parts(outputs: m.EngineOutputs) -> Iterator[m.EngineOutputs]:
     """The outputs in the same order, in messages that the client decodes in some milliseconds:
@@ -263,7 +257,9 @@ def main() -> int:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.sndhwm = socket.rcvhwm = 0
     socket.connect(arguments.address)
-    threading.Thread(target=_exit_with_client, args=(arguments.address,), daemon=True).start()
+    # If the client is gone, perhaps killed, its socket's folder goes with this process.
+    folder = Path(arguments.address.removeprefix("ipc://")).parent
+    end_with_input(partial(shutil.rmtree, folder, ignore_errors=True))
     try:
         engine = Engine(**arguments.settings)
     except OverlapSpecError as error:
@@ -275,20 +271,11 @@ def main() -> int:
         while engine.prepare_next():
             pass
         config = dataclasses.asdict(engine.config)
-        limits, vocab_size = engine.input_processor.limits, engine.tokenizer.vocab_size
+        limits, vocab_size = engine.limits, engine.tokenizer.vocab_size
         socket.send(m.encode(m.EngineReady(limits, vocab_size, config)))
         EngineServer(engine, socket).run()
     socket.close(linger=0)
     return 0
-
-
-def _exit_with_client(address: str) -> None:
-    # Not through sys.stdin: a dying interpreter would wait for its lock.
-    while os.read(0, 4096):
-        continue
-    # The client is gone, perhaps killed: remove its socket's folder, and exit at once.
-    shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from overlap_spec.children import end_with, without_secrets
+from overlap_spec.children import without_secrets
 from overlap_spec.errors import EngineUnavailable
 
 # What a rank that was told to end has for it, in seconds.
@@ -139,21 +139,3 @@ def _start(module: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
         # Ctrl-C reaches only this process, which ends the others.
         start_new_session=True,
     )
-
-
-def exit_with_parent(parent: int) -> None:
-    """In a started process: end it when the parent closes its end of standard input, or dies.
-
-    Args:
-        parent: Its process id.
-    """
-    # Also where this process is stopped.
-    end_with(parent)
-
-    def wait() -> None:
-        # Not through sys.stdin: a dying interpreter would wait for its lock.
-        while os.read(0, 4096):
-            continue
-        os._exit(0)
-
-    threading.Thread(target=wait, name="parent", daemon=True).start()

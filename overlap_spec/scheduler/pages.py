@@ -1,46 +1,60 @@
-"""Free pages of the caches. Target and drafter share page numbers."""
+"""Pages of the caches: which are free, and which a sequence holds. Target and drafter share page
+numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from overlap_spec.scheduler.prefix import PrefixTree
+from overlap_spec.scheduler.prefix import Node, PrefixTree
+from overlap_spec.scheduler.sequence import Sequence
+
+Grant = tuple[int, int, tuple[int, ...]]
 
 
 class PageAllocator:
-    """Hands out pages 1 .. ``pages`` - 1; page 0 belongs to no request.
+    """Hands out pages 1 .. ``pages`` - 1, to sequences for their keys and the window behind them;
+    page 0 belongs to no request.
 
     Pages that only the prefix tree keeps count as free: they are evicted when they are needed.
     ``in_use + free == pages - 1`` always. What was freed last is handed out first, and a page that
     never was in use last of all: on a CPU the caches' memory is taken as pages are first written.
 
+    Args:
+        pages: Of the caches, page 0 included.
+        tree: Of pages for prompts that start alike.
+        reserve_tokens: Slots after its committed length that a running sequence owns.
+        reuse: Whether such pages are kept.
+
     Attributes:
         total: Pages that can be handed out.
         touched: Pages that ever were.
+        size: Slots of a page, in tokens.
+        granted: Pages of rows that no plan has told the worker of yet: as in
+            :class:`overlap_spec.steps.StepPlan`.
+        untrusted: Pages freed since the last plan that may hold what is no number.
     """
 
-    def __init__(self, pages: int, tree: PrefixTree) -> None:
-        self.total = pages - 1
-        self.touched = 0
-        self.tree = tree
+    def __init__(
+        self, pages: int, tree: PrefixTree, reserve_tokens: int = 0, reuse: bool = True
+    ) -> None:
+        self.total, self.touched, self.size = pages - 1, 0, tree.page_size
+        self.tree, self._reserve_tokens, self._reuse = tree, reserve_tokens, reuse
+        self.granted: list[Grant] = []
+        self.untrusted: list[int] = []
         self._freed: list[int] = []
         self._used: set[int] = set()
 
     @property
     def free_count(self) -> int:
-        return self._unused + self.tree.idle_pages
+        return len(self._freed) + self.total - self.touched + self.tree.idle_pages
 
     @property
     def in_use(self) -> int:
         return len(self._used) - self.tree.idle_pages
 
-    @property
-    def _unused(self) -> int:
-        return len(self._freed) + self.total - self.touched
-
     def take(self, count: int) -> tuple[int, ...]:
         """``count`` pages; the caller has checked that so many are free."""
-        self.free(self.tree.evict(count - self._unused))
+        self.free(self.tree.evict(count - (self.free_count - self.tree.idle_pages)))
         again = min(count, len(self._freed))
         fresh = range(self.touched + 1, self.touched + 1 + count - again)
         self.touched += len(fresh)
@@ -53,3 +67,72 @@ class PageAllocator:
         for page in pages:
             self._used.remove(page)
             self._freed.append(page)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that can run at all."""
+        return self.total * self.size - self._reserve_tokens
+
+    def needed(self, tokens: int) -> int:
+        """Pages of a sequence with so many keys."""
+        return -(-(tokens + self._reserve_tokens) // self.size)
+
+    def give(self, sequence: Sequence, count: int) -> None:
+        """Give a sequence more pages; the caller has checked that so many are free."""
+        pages = self.take(count)
+        self.granted.append((sequence.row, len(sequence.pages), pages))
+        sequence.pages += pages
+
+    def known(self, sequence: Sequence) -> list[Node]:
+        """Pages with the first tokens of a sequence that has not begun."""
+        if not self._reuse or sequence.planned_tokens or sequence.pages:
+            return []
+        tokens = sequence.tokens(0, sequence.reusable_tokens)
+        return self.tree.find(tokens, sequence.request.page_salt)
+
+    def begin(self, sequence: Sequence) -> None:
+        """Before its first chunk: let a sequence start after pages that hold its first tokens."""
+        path = self.known(sequence)
+        if path:
+            self.tree.acquire(path)
+            sequence.path = path
+            sequence.pages = [node.page for node in path]
+            self.granted.append((sequence.row, 0, tuple(sequence.pages)))
+            sequence.planned_tokens = sequence.committed_tokens = len(path) * self.size
+            sequence.stats.cached_tokens = sequence.planned_tokens
+
+    def offer(self, sequence: Sequence, tokens: int) -> None:
+        """Let others start after the sequence's first ``tokens`` tokens, from the next step on."""
+        if self._reuse:
+            known, salt = sequence.tokens(0, tokens), sequence.request.page_salt
+            self.tree.insert(known, sequence.pages, sequence.path, salt)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Take all pages from a sequence that leaves its row."""
+        self.granted = [grant for grant in self.granted if grant[0] != sequence.row]
+        if sequence.error is None and not sequence.untrusted:
+            self.offer(sequence, sequence.committed_tokens)
+        shared = {node.page for node in sequence.path}
+        own = [page for page in sequence.pages if page not in shared]
+        if sequence.untrusted:
+            self._free_untrusted(own)
+        else:
+            self.free(own)
+        self._free_untrusted(self.tree.release(sequence.path))
+        sequence.pages, sequence.path = [], []
+
+    def distrust(self, sequence: Sequence) -> None:
+        """Allow no reuse of what the sequence's pages hold: it may be no numbers. Others that hold
+        some of them read on; all are cleared when nobody does."""
+        sequence.untrusted = True
+        self._free_untrusted(self.tree.detach(sequence.path))
+
+    def _free_untrusted(self, pages: list[int]) -> None:
+        self.free(pages)
+        self.untrusted += pages
+
+    def flush(self) -> int:
+        """Forget the pages that no sequence holds; how many there were."""
+        pages = self.tree.evict(self.tree.idle_pages)
+        self.free(pages)
+        return len(pages)

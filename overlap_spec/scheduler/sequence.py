@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from overlap_spec.errors import RequestFailed
 from overlap_spec.scheduler.prefix import Node
-from overlap_spec.scheduler.stops import TextBuffer
+from overlap_spec.scheduler.stops import TextBuffer, cut
 from overlap_spec.stats import RequestStats, Standing, State
 from overlap_spec.steps import Chunk, GrammarMap, Guide, History, RowResult
 from overlap_spec.tiers import Tier
@@ -63,6 +64,12 @@ class Sequence:
     def total_tokens(self) -> int:
         """Known tokens: prompt and output."""
         return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Keys that it has after its prefill, before it goes on."""
+        part = self.passing
+        return self.total_tokens + (0 if part is None else part.most_behind)
 
     @property
     def prefilling(self) -> bool:
@@ -134,9 +141,30 @@ class Sequence:
         """End this sequence, and only this one, with an error."""
         self.finish_reason, self.error = "error", error
 
-    def record_run(self, kept: int, row: RowResult, verified: bool, now_ns: int) -> None:
-        """Enter ``kept`` new tokens of one step into the statistics, at ``now_ns`` of
-        ``perf_counter_ns``."""
+    def take(self, row: RowResult, verified: bool, now_ns: int) -> tuple[int, ...]:
+        """Enter what a step brought, at ``now_ns`` of ``perf_counter_ns``: the tokens that are kept
+        of it, before the stop rules' cut."""
+        if row.error is not None:
+            self.fail(row.error)
+            return ()
+        output = self.output_ids
+        kept, reason, match = cut(self.request, len(output), self.buffer, row.tokens)
+        tokens = row.tokens[:kept]
+        output += tokens
+        if row.logprobs:
+            self.logprobs += row.logprobs[:kept]
+        for name, told in row.extras.items():
+            self.extras[name].take(told, kept)
+        self._record(kept, row, verified, now_ns)
+        self.committed_tokens = self.total_tokens - 1
+        if reason is not None:
+            self.finish_reason, self.stop_match = reason, match
+        elif len(row.tokens) <= row.accepted:
+            self.fail(RequestFailed(_dead_end(self.request)))
+        return tokens
+
+    def _record(self, kept: int, row: RowResult, verified: bool, now_ns: int) -> None:
+        """Enter ``kept`` new tokens of one step into the statistics."""
         stats = self.stats
         stats.output_tokens += kept
         if verified:
@@ -160,3 +188,14 @@ class Sequence:
         else:
             stats.itl_ms.append((now_ns - self.last_token_ns) / 1e6)
         self.last_token_ns = now_ns
+
+
+def _dead_end(request: Request) -> str:
+    """Why a request has no next token."""
+    sampling = request.sampling
+    names = ["the grammar"] if request.grammar is not None else []
+    names += ["allowed_token_ids"] if sampling.allowed_token_ids is not None else []
+    names += ["bad_words"] if request.banned else []
+    names += ["logit_bias"] if sampling.logit_bias else []
+    together = " together" if len(names) > 1 else ""
+    return f"{' and '.join(names)}{together} allow no token here: a dead end"

@@ -15,7 +15,6 @@ from fastapi import Query, Request
 from pydantic import Field
 from starlette.responses import FileResponse, Response
 
-from overlap_spec.async_engine import count_characters
 from overlap_spec.errors import EngineUnavailable, InvalidRequest
 from overlap_spec.memory import rss_bytes
 from overlap_spec.server.errors import ApiError, Json
@@ -110,7 +109,7 @@ async def tokenize(service: Serving, body: TokenizeBody, http: Request) -> Respo
     tokenizer = service.engine.tokenizer
     if body.messages is not None:
         engine = service.engine
-        engine.check_length(count_characters(body.messages))
+        engine.input_processor.check_length(body.messages)
         work = partial(engine.input_processor.prompt_ids, body.messages)
     else:
         assert body.prompt is not None
@@ -118,7 +117,7 @@ async def tokenize(service: Serving, body: TokenizeBody, http: Request) -> Respo
             message = f"{len(body.prompt)} characters; at most {LONGEST_TEXT} are allowed"
             raise InvalidRequest(message, "prompt")
         work = partial(tokenizer.encode, body.prompt, body.add_special_tokens)
-    ids = await service.run_until_disconnect(http, service.engine.in_thread(work))
+    ids = await service.run_until_disconnect(http, service.engine.preparation.run(work))
     length = service.engine.context_length
     return Json({"tokens": ids, "count": len(ids), "max_model_len": length})
 
@@ -133,7 +132,7 @@ async def detokenize(service: Serving, body: DetokenizeBody, http: Request) -> R
         message = f"token {highest} is outside the vocabulary of {tokenizer.vocab_size}"
         raise InvalidRequest(message, "tokens")
     work = partial(tokenizer.decode, body.tokens)
-    text = await service.run_until_disconnect(http, service.engine.in_thread(work))
+    text = await service.run_until_disconnect(http, service.engine.preparation.run(work))
     return Json({"text": text, "prompt": text})
 
 
@@ -178,7 +177,7 @@ async def prometheus(service: Serving) -> Response:
         engine_up=engine.health == "ready" and not is_silent(service),
         engine_restarts=engine.restarts,
         engine_silence_s=engine.silence_s,
-        open_requests=engine.open_requests,
+        open_requests=len(engine.open_requests),
         resident_bytes=rss_bytes(),
     )
     return Response(metrics.render(state, front), media_type=PROMETHEUS)
@@ -221,7 +220,7 @@ async def server_info(service: Serving) -> Response:
             "speculative_relaxed_delta": config["relaxed_delta"],
             "avg_spec_accept_length": service.metrics.accept_length,
             "hidden_fraction": state["hidden_fraction"] if state else None,
-            "open_requests": engine.open_requests,
+            "open_requests": len(engine.open_requests),
             "token_origins": True,
             "engine": config,
             "server": settings,

@@ -121,7 +121,7 @@ async def _prepare(
 ) -> tuple[list[Request], str | None]:
     """The requests, checked and tokenised, and the body's field that their grammar comes from."""
     for prompt in prompts:
-        service.engine.check_length(len(prompt))
+        service.engine.input_processor.check_length(len(prompt))
     sampling = body.sampling()
     constraint = await service.constraints.of(body, body.response_format)
     requests = []

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from overlap_spec.async_engine import count_characters
 from overlap_spec.chat_template import Rendering
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.reasoning.reply import (
@@ -62,7 +61,7 @@ class Conversation:
             InvalidRequest: an invalid field; names it.
         """
         task = read()
-        service.engine.check_length(count_characters(task.messages))
+        service.engine.input_processor.check_length(task.messages)
         # Reading many messages took this turn.
         await asyncio.sleep(0)
         rendering = rendering_of(service, task)

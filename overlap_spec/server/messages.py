@@ -12,7 +12,7 @@ from fastapi import Request as HttpRequest
 from pydantic import Field
 from starlette.responses import Response
 
-from overlap_spec.async_engine import AsyncRequestHandle, count_characters
+from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.constraints import ResolvedConstraint
 from overlap_spec.server.conversation import Conversation, rendering_of
@@ -353,7 +353,7 @@ async def count_tokens(service: Serving, body: CountBody, http: HttpRequest) -> 
     """Tokens that messages have as a prompt."""
     service.check_model(body.model)
     task = body.task()
-    service.engine.check_length(count_characters(task.messages))
+    service.engine.input_processor.check_length(task.messages)
     await service.constraints.tools(task.tools, ResolvedConstraint())
     rendering, engine = rendering_of(service, task), service.engine
     work = partial(
@@ -362,7 +362,7 @@ async def count_tokens(service: Serving, body: CountBody, http: HttpRequest) -> 
         tools=task.tools.tools,
         rendering=rendering,
     )
-    ids = await service.run_until_disconnect(http, engine.in_thread(work))
+    ids = await service.run_until_disconnect(http, engine.preparation.run(work))
     return Json({"input_tokens": len(ids)})
 
 

@@ -169,7 +169,7 @@ async def _prepare(
     source = None
     top = (body.top_logprobs_num or 0) if body.return_logprob else None
     for prompt in prompts:
-        service.engine.check_length(len(prompt))
+        service.engine.input_processor.check_length(len(prompt))
     for prompt, given in zip(prompts, samplings, strict=True):
         given = given or SGLangSampling.model_validate({})
         grammar, name = await service.constraints.of(given)

@@ -203,7 +203,7 @@ class AdaSpecPolicy(LengthPolicy):
         )
         if gain < 1 + RAGGED_GAIN or nodes == view.batch:
             return self._budgets[tier]
-        return Budget(tier, nodes, (1,) * view.batch, (tier.nodes,) * view.batch)
+        return Budget(tier, nodes, (tier.nodes,) * view.batch)
 
     def observe(self, outcome: StepOutcome) -> None:
         view, tier = outcome.view, outcome.budget.tier

@@ -13,9 +13,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from overlap_spec.speculation.cost import CostModel, StepShape, shape_of
-from overlap_spec.tiers import Budget, Tier
+from overlap_spec.tiers import OFF, Budget, Tier
 
-OFF = Tier(0, 1, 1)
 # The settings that make the launch tier.
 LAUNCH = ("num_steps", "eagle_topk", "num_draft_tokens")
 

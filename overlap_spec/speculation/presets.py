@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from overlap_spec.config import EngineConfig, own_class
 from overlap_spec.errors import ConfigError
-from overlap_spec.speculation.policy import OFF, LengthPolicy, StaticPolicy, static_tier
+from overlap_spec.speculation.policy import LengthPolicy, StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotPolicy, SlotSettings
 from overlap_spec.speculation.tree_file import read_tree
-from overlap_spec.tiers import Tier
+from overlap_spec.tiers import OFF, Tier
 
 PRESETS: dict[str, dict[int, SlotSettings]] = {
     "default": {
@@ -88,7 +89,7 @@ def load_policy(
             f"num_draft_tokens: the chains of {name_or_path!r} verify all that they draft; leave "
             f"it out: {nodes}"
         )
-    tier_of = partial(_tier_of, top_k=top_k, nodes=nodes)
+    tier_of = partial(static_tier, top_k=top_k, nodes=None if top_k == 1 else nodes)
     settings = PRESETS[name] if name in PRESETS else read_config(name_or_path)
     slots = {bound: EmaSlot(slot, steps) for bound, slot in settings.items()}
     return SlotPolicy(name if name in PRESETS else name_or_path, slots, tier_of)
@@ -119,10 +120,6 @@ def read_config(path: str) -> dict[int, SlotSettings]:
         raise ConfigError(f"adaptive config {path!r}: {error}") from error
 
 
-def _tier_of(steps: int, top_k: int, nodes: int | None) -> Tier:
-    return static_tier(steps, top_k, None if top_k == 1 else nodes)
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for key, value in pairs:
@@ -142,57 +139,40 @@ def _slots(data: object) -> dict[int, SlotSettings]:
     shared = {key: value for key, value in data.items() if key not in bounds}
     if "candidate_steps" in shared:
         raise ConfigError('candidate_steps belongs in a slot: {"1": {"candidate_steps": [1, 3]}}')
-    checked = _settings(shared, "")
+    _check_keys(shared, "")
     if not bounds:
         raise ConfigError('has no slot; add one, as in {"1": {"candidate_steps": [1, 3, 7]}}')
     slots = {}
     for key in bounds:
         if not isinstance(data[key], dict):
             raise ConfigError(f"slot {key!r} must be an object: {data[key]!r}")
-        own = _settings(data[key], f"slot {key!r}: ")
-        if "candidate_steps" not in own:
-            raise ConfigError(f"slot {key!r}: candidate_steps is missing")
-        slots[int(key)] = SlotSettings(**{**checked, **own})
+        where = f"slot {key!r}: "
+        _check_keys(data[key], where)
+        if "candidate_steps" not in data[key]:
+            raise ConfigError(f"{where}candidate_steps is missing")
+        slots[int(key)] = _settings({**shared, **data[key]}, where)
     return slots
 
 
-def _settings(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    known = [f.name for f in fields(SlotSettings)]
-    for key, value in values.items():
+def _check_keys(values: Mapping[str, Any], where: str) -> None:
+    known = SlotSettings.__struct_fields__
+    for key in values:
         if key not in known:
             raise ConfigError(f"{where}unknown key {key!r}; known: {', '.join(known)}")
-        wanted = _wrong(key, value)
-        if wanted:
-            raise ConfigError(f"{where}{key} must be {wanted}: {value!r}")
-    steps = values.get("candidate_steps")
-    return {**values, "candidate_steps": tuple(steps)} if steps else dict(values)
 
 
-def _wrong(key: str, value: object) -> str | None:
-    """What ``key`` must be, if ``value`` is not."""
-    if key == "candidate_steps":
-        fits = isinstance(value, list) and value and all(_is_int(step, 0) for step in value)
-        return None if fits else "a non-empty list of integers >= 0 (0 is speculation off)"
-    if key in ("update_interval", "warmup_batches"):
-        least = int(key == "update_interval")
-        return None if _is_int(value, least) else f"an integer >= {least}"
-    if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1e9:
-        return "a number"
-    if key == "ema_alpha":
-        return None if 0 < value <= 1 else "over 0 and at most 1"
-    if key == "ceiling_coeff":
-        return None if value >= 0 else "0 (no ceiling) or more"
-    return None
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _settings(values: Mapping[str, Any], where: str) -> SlotSettings:
+    try:
+        return msgspec.convert(values, SlotSettings)
+    except msgspec.ValidationError as error:
+        said, _, key = str(error).rpartition(" - at `$.")
+        raise ConfigError(f"{where}{key.rstrip('`')}: {said}") from None
 
 
 def policy_of(config: EngineConfig) -> LengthPolicy:
     """The settings' policy."""
     if config.drafter == "none":
-        return StaticPolicy(static_tier(0, 1, None))
+        return StaticPolicy(OFF)
     if config.tree is not None:
         return StaticPolicy(read_tree(Path(config.tree)))
     steps, top_k = config.num_steps, config.eagle_topk

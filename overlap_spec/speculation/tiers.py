@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from overlap_spec.speculation.policy import (
     LengthPolicy,
@@ -20,9 +22,11 @@ from overlap_spec.speculation.policy import (
 )
 from overlap_spec.tiers import Budget, Tier
 
+Count = Annotated[int, Meta(ge=0)]
+Number = Annotated[float, Meta(gt=-1e9, lt=1e9)]
 
-@dataclass(frozen=True)
-class SlotSettings:
+
+class SlotSettings(msgspec.Struct, frozen=True):
     """One slot of the published policy, with its published defaults.
 
     Attributes:
@@ -35,13 +39,13 @@ class SlotSettings:
         ceiling_coeff: Steps allowed per accepted draft; 0 is no ceiling.
     """
 
-    candidate_steps: tuple[int, ...]
-    ema_alpha: float = 0.2
-    update_interval: int = 5
-    warmup_batches: int = 10
-    down_hysteresis: float = -0.25
-    up_hysteresis: float = 0.0
-    ceiling_coeff: float = 0.0
+    candidate_steps: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    ema_alpha: Annotated[float, Meta(gt=0, le=1)] = 0.2
+    update_interval: Annotated[int, Meta(ge=1)] = 5
+    warmup_batches: Count = 10
+    down_hysteresis: Number = -0.25
+    up_hysteresis: Number = 0.0
+    ceiling_coeff: Annotated[float, Meta(ge=0, lt=1e9)] = 0.0
 
 
 class EmaSlot:
@@ -88,14 +92,11 @@ class EmaSlot:
         settled = self.count - settings.warmup_batches
         if settled > 0 and settled % settings.update_interval == 0:
             index = self.candidates.index(self.steps)
-            target = self._probe() if self.steps == 0 else self._walk(index)
-            self._switch(self.candidates[target])
-
-    def _switch(self, steps: int) -> None:
-        if steps != self.steps:
-            self.reason = f"{self.ema:.2f} accepted drafts a verify at {self.steps} steps"
-            self.steps = steps
-            self.switches += 1
+            target = self.candidates[self._probe() if self.steps == 0 else self._walk(index)]
+            if target != self.steps:
+                self.reason = f"{self.ema:.2f} accepted drafts a verify at {self.steps} steps"
+                self.steps = target
+                self.switches += 1
 
     def _probe(self) -> int:
         target = min(1, len(self.candidates) - 1)

@@ -59,15 +59,13 @@ class Batch:
     Attributes:
         chunks: None in a step that only decodes.
         rows: ``(S,)``: rows of the trees, then the padding row up to a recorded size.
-        least, most: ``(S,)``: as in :class:`overlap_spec.tiers.Budget`; empty where all nodes are
-            verified.
+        most: ``(S,)``: as in :class:`overlap_spec.tiers.Budget`; empty: all nodes are verified.
         page_index, page_values: ``(G,)``: entries of the flattened page table, and their pages.
     """
 
     plan: StepPlan
     chunks: Chunks | None
     rows: Tensor
-    least: Tensor
     most: Tensor
     page_index: Tensor
     page_values: Tensor
@@ -113,8 +111,7 @@ class PlanUpload:
     def _decode_parts(self, plan: StepPlan) -> list[Int64s]:
         trees, budget = len(plan.decode_rows), plan.budget
         padding = self._padded(trees) - trees
-        ragged = budget.nodes is not None
-        most = [*budget.most, *[1] * padding] if ragged else []
+        most = [] if budget.nodes is None else [*budget.most, *[1] * padding]
         index: list[Any] = [_NONE]
         values: list[Any] = [_NONE]
         for row, first, pages in plan.pages:
@@ -122,7 +119,6 @@ class PlanUpload:
             values.append(np.array(pages))
         return [
             np.array([*plan.decode_rows, *[self._padding_row] * padding], np.int64),
-            np.array([*budget.least, *[0] * padding] if ragged else [], np.int64),
             np.array(most, np.int64),
             np.concatenate(index),
             np.concatenate(values),

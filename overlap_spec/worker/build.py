@@ -5,39 +5,37 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import platform
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from overlap_spec.config import AUTO_MODE, EngineConfig
+from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Drafter
 from overlap_spec.drafters.registry import make_drafter
 from overlap_spec.errors import ConfigError
-from overlap_spec.kernels import cpu
-from overlap_spec.models.config import ModelConfig, read_config, read_json
+from overlap_spec.models.config import ModelConfig, read_config
 from overlap_spec.models.packing import pack
-from overlap_spec.models.quantization import has_int4, has_int8, pack_grids, quantize
+from overlap_spec.models.quantization import has_int4, pack_grids, quantize
 from overlap_spec.models.shard import Shard
-from overlap_spec.models.tensors import parameter_count
 from overlap_spec.models.weights import load_decoder
 from overlap_spec.parallel.group import Group, told
 from overlap_spec.parallel.launch import Launch, launch
-from overlap_spec.worker.cores import physical_cores, pick_float, pick_threads
+from overlap_spec.worker.cores import physical_cores
 from overlap_spec.worker.cuda import CudaStreams
+from overlap_spec.worker.cuda_graphs import CudaGraphs
+from overlap_spec.worker.drafter_guard import DrafterGuard
+from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.follower import Spans, follow
 from overlap_spec.worker.kv_pool import KVPool
 from overlap_spec.worker.lead import LeadWorker
 from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.streams import (
-    CpuStreams,
-    InlineStreams,
-    RecordSpan,
-    Streams,
-)
+from overlap_spec.worker.phases import Phases
+from overlap_spec.worker.recordings import Recordings
+from overlap_spec.worker.site import check_quantization, count_threads, pick_device, pick_dtype
+from overlap_spec.worker.streams import CpuStreams, InlineStreams, RecordSpan, Streams
 from overlap_spec.worker.tables import RowTables
-from overlap_spec.worker.worker import Worker
+from overlap_spec.worker.worker import Traits, Worker
 
 CPU_CACHE_BYTES = 1 << 30
 # What the processes of other ranks run.
@@ -81,7 +79,7 @@ def build_worker(config: EngineConfig, room: Room, streams: Streams, record: Rec
     try:
         if config.tensor_parallel_size > 1:
             return _build_lead(site, streams, record)
-        return Worker(_build_runner(site, streams, None), streams, config, record)
+        return Worker(*_build_parts(site, streams, None), streams, config, record)
     except BaseException:
         streams.close()
         raise
@@ -111,8 +109,8 @@ def _build_lead(site: Site, streams: Streams, record: RecordSpan) -> Worker:
         name = str(site.dtype).removeprefix("torch.")
         same = replace(config, device=device.type, dtype=name, threads=threads)
         group = Group(launched, device, (asdict(same), site.room))
-        runner = _build_runner(site, streams, group)
-        return LeadWorker(runner, streams, config, record, group, processes)
+        parts = _build_parts(site, streams, group)
+        return LeadWorker(*parts, streams, config, record, group, processes)
     except BaseException:
         if processes is not None:
             processes.give_up("rank 0 could not be built")
@@ -131,20 +129,63 @@ def run_follower(launched: Launch) -> None:
     site, spans = site_of(config, room), Spans()
     streams = build_streams(config, spans.record)
     group = Group(launched, site.device)
-    runner = _build_runner(site, streams, group)
-    follow(Worker(runner, streams, config, spans.record), group, spans)
+    parts = _build_parts(site, streams, group)
+    follow(Worker(*parts, streams, config, spans.record), group, spans)
 
 
-def _build_runner(site: Site, streams: Streams, group: Group | None) -> ModelRunner:
-    """Models, tables and caches; with a ``group`` one rank's part of the target.
+def _build_parts(site: Site, streams: Streams, group: Group | None) -> tuple[Phases, Traits]:
+    """What a worker computes, over its models, tables and caches; with a ``group`` over one rank's
+    part of the target.
 
     By compute, in whose thread all torch's work in parallel is done: see :func:`host_zeros`.
     """
+    if group is not None:
+        # The ranks' sums must come in one order.
+        streams.join_prefill()
     built = streams.event()
-    runner = streams.compute.run("load", _load, site, group)
+    loaded = streams.compute.run("load", _load, site, group)
     streams.compute.record(built)
     built.synchronize()
-    return runner.get()
+    runner, config = loaded.get(), site.config
+    drafter = runner.drafter
+    # What drafts in all ranks must not fail in one.
+    together = drafter is not None and not drafter.host and group is not None
+    guard = DrafterGuard(config.drafter, fatal=together)
+    drafts = Drafts(runner, coupled=not config.by_threshold)
+    phases = Phases(recordings_of(drafts, guard, config.graphs), config)
+    if runner.device.type == "cuda":
+        # Weights, caches and tables were written on a stream that ours do not wait for.
+        torch.cuda.synchronize(runner.device)
+        # What earlier engines left would be counted as the graphs'.
+        gc.collect()
+        torch.cuda.empty_cache()
+    return phases, traits_of(phases)
+
+
+def recordings_of(drafts: Drafts, guard: DrafterGuard, recorded: bool) -> Recordings:
+    """How the passes are recorded, if they are to be."""
+    if recorded and drafts.runner.device.type == "cuda":
+        return CudaGraphs(drafts, guard)
+    return Recordings(drafts, guard, recorded)
+
+
+def traits_of(phases: Phases) -> Traits:
+    """Those of a worker that has all of the model."""
+    runner, rule = phases.runner, phases.rule
+    on_gpu, proposer = runner.device.type == "cuda", runner.proposer
+    return Traits(
+        context_length=runner.target.config.max_position,
+        pages=runner.pool.k.shape[1],
+        page_bytes=sum(cache.page_bytes for cache in runner.caches),
+        on_gpu=on_gpu,
+        compiles=on_gpu,
+        drafts_on_host=proposer is not None,
+        guided=proposer is not None and proposer.guided,
+        reads_states=runner.reads_states,
+        stops_drafts=runner.stepwise and phases.draft.stop is not None,
+        verifies_ahead=on_gpu,
+        asks_thinking=rule is not None and rule.asks_thinking,
+    )
 
 
 @torch.inference_mode(False)
@@ -201,117 +242,15 @@ def _load(site: Site, group: Group | None) -> ModelRunner:
 
 
 def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
-    """CUDA's streams on a GPU; on the CPU threads, or none of them in the serial mode. Of several
-    ranks, whose sums must come in one order, prefill is compute."""
-    device, alone = pick_device(config.device), config.tensor_parallel_size == 1
+    """CUDA's streams on a GPU; on the CPU threads, or none of them in the serial mode."""
+    device = pick_device(config.device)
     if device.type == "cuda":
-        streams = CudaStreams(device, record)
-        if not alone:
-            streams.prefill = streams.compute
-        return streams
+        return CudaStreams(device, record)
     threads = count_threads(config, device)
     if config.overlap == "none":
         return InlineStreams(record, threads)
     # Threads of torch's own already take all cores where they are as many.
-    spare = alone and threads < physical_cores()
-    return CpuStreams(record, threads, prefill=spare)
-
-
-def overlap_mode(config: EngineConfig) -> str:
-    """The mode of a config, ``auto`` resolved: serial where a CPU's passes take all cores, since
-    there is nothing then for the host and the lane to run beside them on (a batch whose requests
-    end is verified for those once more besides)."""
-    if config.overlap != AUTO_MODE:
-        return config.overlap
-    device = pick_device(config.device)
-    if device.type == "cpu" and count_threads(config, device) >= physical_cores():
-        return "none"
-    return "once-sync"
-
-
-def count_threads(config: EngineConfig, device: torch.device) -> int:
-    """Threads of torch for each stream of the CPU."""
-    stored = torch.int8 if config.quantization else pick_dtype(config, device)
-    size, ranks = weight_bytes(config, stored), config.tensor_parallel_size
-    if config.quantization == "int4":
-        size //= 2
-    return pick_threads(config.threads, size // ranks, ranks)
-
-
-def machine_key(config: EngineConfig) -> dict[str, Any]:
-    """What the time of a pass depends on, as plain data: model, drafter, device, dtype, threads."""
-    device = pick_device(config.device)
-    dtype = pick_dtype(config, device)
-    threads = 0
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    else:
-        threads = count_threads(config, device)
-        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-        name += f", {physical_cores()} cores"
-    paths = {"model": config.target_path, "draft": config.draft_path}
-    shapes = {
-        what: read_json(path / "config.json") if path is not None else None
-        for what, path in paths.items()
-    }
-    return {
-        **shapes,
-        "drafter": config.drafter,
-        "device": name,
-        "dtype": config.quantization or str(dtype),
-        "threads": threads,
-        "graphs": config.graphs,
-        **({"kernels": "native"} if device.type == "cpu" and cpu.native() else {}),
-        **({"ranks": config.tensor_parallel_size} if config.tensor_parallel_size > 1 else {}),
-    }
-
-
-def weight_bytes(config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes of the target's weights in ``dtype``."""
-    return parameter_count(config.target_path) * dtype.itemsize
-
-
-def check_quantization(name: str, device: torch.device) -> None:
-    """Raise ConfigError where weights cannot be quantised."""
-    if device.type != "cpu":
-        raise ConfigError(f"quantization {name!r} is for the CPU alone: set device to cpu")
-    if name == "int4" and not has_int4():
-        raise ConfigError(
-            f"quantization {name!r} needs a processor with AVX2 and a C++ compiler (g++, or $CXX)"
-        )
-    if not has_int8():
-        raise ConfigError(
-            f"quantization {name!r} needs a processor with AVX512-VNNI, or with AVX2 and a C++ "
-            "compiler (g++, or $CXX)"
-        )
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of a setting; ConfigError where it does not exist."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device {name!r} is not known: use auto, cpu or cuda") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device {name!r} is not supported: use auto, cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r}: this torch sees no CUDA device")
-    return device
-
-
-def pick_dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    """The type of weights, caches and activations."""
-    if config.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        return dtype
-    hf = read_json(config.target_path / "config.json")
-    name = hf.get("dtype") or hf.get("torch_dtype") or "bfloat16"
-    stored = {"float32": torch.float32, "float16": torch.float16}.get(name, torch.bfloat16)
-    if device.type == "cpu":
-        return pick_float(stored, parameter_count(config.target_path))
-    return stored
+    return CpuStreams(record, threads, prefill=threads < physical_cores())
 
 
 def graph_bytes(target: ModelConfig, features: int, nodes: int, dtype: torch.dtype) -> int:

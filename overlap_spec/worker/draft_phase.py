@@ -6,6 +6,7 @@ import importlib
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,9 +14,10 @@ from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.kernels import Tree, select_nodes
 from overlap_spec.steps import StepPlan
 from overlap_spec.tiers import Tier
-from overlap_spec.worker.batch import Batch
+from overlap_spec.worker.batch import Batch, uploaded
 from overlap_spec.worker.drafts import link
 from overlap_spec.worker.graphs import Eager, Recorded, Tensors
+from overlap_spec.worker.host_drafts import Proposal
 from overlap_spec.worker.passes import Drafted, StepTensors
 from overlap_spec.worker.recordings import Recordings
 
@@ -39,15 +41,12 @@ class DraftPhase:
         self.recordings, self.runner, self.guard = recordings, recordings.runner, recordings.guard
         self.stop = optional("draft_stop")
 
-    def __call__(
-        self, step: StepTensors, proposed: Draft | None = None, over: Draft | None = None
-    ) -> None:
+    def __call__(self, step: StepTensors, proposal: Proposal | None = None) -> None:
         """Grow the trees, if the step has any.
 
         Args:
-            proposed: What a host drafter proposed for the first rows of the batch.
-            over: What it proposed for some of them, in the place of what the drafter behind it
-                drafts.
+            proposal: Of a drafter on the host, for the first rows of the batch. Those for which it
+                proposes nothing are left to the drafter behind it, if there is one.
         """
         batch, plan, rows = step.batch, step.batch.plan, step.batch.rows
         if not batch.trees:
@@ -56,6 +55,14 @@ class DraftPhase:
         # Rows that draw their tokens share their noise with the drafts. And where nobody has a
         # grammar, none is asked: it takes its time.
         kind = step.features.sampled, self.runner.reads_states and any(plan.grammar[: batch.trees])
+        proposed: Draft | None = None
+        over: Draft | None = None
+        if proposal is not None:
+            device = self.runner.tables.device
+            proposed = Draft(*(uploaded(torch.from_numpy(part), device) for part in proposal))
+            behind = self.runner.drafter is not self.runner.proposer
+            if behind and (proposal[2][:, 0] == -np.inf).any():
+                proposed, over = None, proposed
         if proposed is not None:
             trees = self.recordings.drafts.trees
             draft: Recorded = Eager(partial(trees, tier, *kind, proposed=proposed))
@@ -101,8 +108,8 @@ class DraftPhase:
         wanted += rows - batch.trees
         # A recording for every number of nodes would be too many.
         count = self.recordings.packed_size(drafted.tier, rows, wanted)
-        bounds = (None, None) if batch.plan.budget.nodes is None else (batch.least, batch.most)
-        selected = select_nodes(worth, count, *bounds)
+        most = None if batch.plan.budget.nodes is None else batch.most
+        selected = select_nodes(worth, count, most)
         scores = tree.scores.masked_fill(selected.scores == -torch.inf, -torch.inf)
         draft = Draft(tree.tokens[:, 1:], tree.parents[:, 1:], scores[:, 1:])
         links, *kept = link(roots.tokens, draft, drafted.tier.steps)

@@ -6,11 +6,10 @@ import logging
 from types import TracebackType
 from typing import Any
 
-from overlap_spec.tiers import Tier
+from overlap_spec.tiers import OFF, Tier
 
 log = logging.getLogger(__name__)
 
-OFF = Tier(0, 1, 1)
 FIRST_PAUSE_STEPS = 32
 LONGEST_PAUSE_STEPS = 2**14
 

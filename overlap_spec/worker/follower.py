@@ -28,7 +28,7 @@ from overlap_spec.worker.streams import Event
 from overlap_spec.worker.worker import Worker
 
 # Calls of the step that the last ``upload`` has begun.
-OF_A_STEP = ("grow", "verify", "drop")
+OF_A_STEP = ("draft", "verify", "drop")
 # Spans that a rank keeps until rank 0 asks for them, and the lane of what it is told.
 KEPT_SPANS = 16_384
 TOLD_LANE = "told"

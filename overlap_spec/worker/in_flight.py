@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from overlap_spec.steps import TOLD, HostTrees, StepPlan
+from overlap_spec.steps import TOLD, HostTrees, Int32s, Int64s, StepPlan
 from overlap_spec.tiers import Tier
-from overlap_spec.worker.batch import Staging
+from overlap_spec.worker.batch import PlanUpload, Staging
 from overlap_spec.worker.graphs import graph_size
 from overlap_spec.worker.kv_pool import lazy_zeros
 from overlap_spec.worker.packed_rows import row_width
-from overlap_spec.worker.passes import StepTensors
+from overlap_spec.worker.passes import GrammarRows, StepTensors
+from overlap_spec.worker.sampler import Masks
 from overlap_spec.worker.streams import Event, Streams
 
 
@@ -44,7 +44,7 @@ class Events:
 
 
 @lru_cache
-def _firsts(rows: int, nodes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _firsts(rows: int, nodes: int) -> tuple[Int64s, Int64s]:
     """Of each node of so many trees the number of its tree's root; and of all trees the root's
     number, and where they end."""
     bounds = np.arange(rows + 1) * nodes
@@ -182,6 +182,48 @@ class InFlightStep:
     def events(self) -> Events:
         return self.buffers.events
 
+    def upload_plan(self, upload: PlanUpload) -> None:
+        """Bring the plan to the device."""
+        self.tensors.batch = upload(self.plan, self.buffers.staging)
+
+    def draft(self, phase: Callable[[StepTensors, Any], None], proposal: object) -> None:
+        """Have its trees drafted by ``phase``, unless they are not wanted any more."""
+        if not self.dropped:
+            phase(self.tensors, proposal)
+
+    def copy_tree(self) -> None:
+        """Bring the drafted trees to the host."""
+        if self.tensors.drafted is not None:
+            links = self.tensors.drafted.links.flatten()
+            self.buffers.links[: len(links)].copy_(links, non_blocking=True)
+
+    def upload_masks(self) -> GrammarRows:
+        """Bring what the lane wrote to the device: no more rows than nodes have one."""
+        plan, buffers, requests = self.plan, self.buffers, len(self.tensors.batch.rows)
+        assert self.trees is not None
+        count, nodes, final = int(self.trees.offsets[-1]), plan.tier.nodes, len(plan.final_chunks)
+        places = buffers.places.upload(requests * nodes + final)
+        every = count == len(plan.decode_rows) * nodes + final
+        masks = Masks(buffers.masks.upload(count), None if every else places)
+        limits, runs = buffers.limits.upload(requests), buffers.runs.upload(1 + count)
+        self.tensors.grammar = GrammarRows(masks, limits, runs, places)
+        return self.tensors.grammar
+
+    def copy_results(self) -> None:
+        """Bring what was decided to the host, and what the optional parts found."""
+        room, prefilled = self.buffers.results, self.tensors.prefilled
+        if prefilled is not None:
+            told = prefilled.extras.items()
+            self.extras = {name: tuple(map(_to_host, found)) for name, found in told}
+        for part in self.tensors.decided:
+            if part is None:
+                continue
+            host = room[: part.packed.numel()].view(part.packed.shape)
+            room = room[part.packed.numel() :]
+            self.results.append(host.copy_(part.packed, non_blocking=True))
+            if part.logprobs is not None:
+                self.logprobs.append(tuple(map(_to_host, part.logprobs)))
+
     def settle(self) -> None:
         """Enter into the plan what was drafted and is verified, where the drafts' stop chose it;
         once what was drafted is known to be there."""
@@ -192,8 +234,8 @@ class InFlightStep:
         self.plan = replace(self.plan, budget=budget)
 
     def read_trees(self) -> HostTrees:
-        """Wait for the drafted trees, and number the nodes that have mask rows: the living ones of
-        requests with a grammar, then a node for each such final chunk."""
+        """Wait for the drafted trees: the step's one wait. Numbers the nodes that have mask rows:
+        the living ones of requests with a grammar, then a node for each such final chunk."""
         self.events.tree_on_host.synchronize()
         self.settle()
         plan, nodes, rows = self.plan, self.plan.tier.nodes, len(self.tensors.batch.rows)
@@ -248,21 +290,26 @@ class InFlightStep:
         """Whether the drafted trees go to the host: for the grammar, or for whoever asked."""
         return self.constrained or self.tensors.features.reads_tree
 
-    def mask_rows(self, index: int) -> NDArray[np.int32]:
+    def mask_rows(self, index: int) -> Int32s:
         """int32 ``(nodes, words)``: mask rows of one of the plan's verified trees on the host,
         zero where a node has none."""
         trees, nodes = len(self.plan.decode_rows), self.plan.tier.nodes
         rows = len(self.tensors.batch.rows)
         first = index * nodes if index < trees else rows * nodes + index - trees
         places = self.buffers.places.host.numpy()[first : first + (nodes if index < trees else 1)]
-        found: NDArray[np.int32] = self.buffers.masks.host.numpy()[places]
+        found: Int32s = self.buffers.masks.host.numpy()[places]
         found[places < 0] = 0
         return found
 
     @property
-    def links(self) -> NDArray[np.int64]:
+    def links(self) -> Int64s:
         """int64 ``(3, trees, nodes)``: tokens, first children and next siblings on the host."""
         trees, nodes = len(self.plan.decode_rows), self.plan.tier.nodes
         rows = self.tensors.batch.rows.shape[0]
-        links: NDArray[np.int64] = self.buffers.links[: 3 * rows * nodes].numpy()
+        links: Int64s = self.buffers.links[: 3 * rows * nodes].numpy()
         return links.reshape(3, rows, nodes)[:, :trees]
+
+
+def _to_host(found: Tensor) -> Tensor:
+    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
+    return host.copy_(found, non_blocking=True)

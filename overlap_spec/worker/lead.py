@@ -11,7 +11,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.errors import EngineUnavailable
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
-from overlap_spec.steps import HostTrees, StepPlan, StepResult
+from overlap_spec.steps import StepPlan, StepResult
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.messages import (
     Call,
@@ -20,16 +20,16 @@ from overlap_spec.worker.messages import (
     encode_calls,
     pack_decision,
 )
-from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.streams import HostEvent, RecordSpan, Streams, ThreadStream
-from overlap_spec.worker.worker import Worker
+from overlap_spec.worker.worker import Traits, Worker
 
 # For the watcher to see that a rank has ended whose connection broke.
 SEEN_S = 5.0
 
 
 # Calls that wait for the next one; in a serial step, which waits for its draft, some do not.
-LATER, OF_A_SERIAL_STEP = ("assign", "upload"), ("grow",)
+LATER, OF_A_SERIAL_STEP = ("assign", "upload"), ("draft",)
 
 
 class LeadWorker(Worker):
@@ -45,17 +45,18 @@ class LeadWorker(Worker):
 
     def __init__(
         self,
-        runner: ModelRunner,
+        phases: Phases,
+        traits: Traits,
         streams: Streams,
         config: EngineConfig,
         record: RecordSpan,
         group: Group,
         processes: Processes | None,
     ) -> None:
-        super().__init__(runner, streams, config, record)
         # The other ranks wait for a decision whose size the plan tells; and draft and verify are
         # told at once.
-        self.traits = replace(self.traits, stops_drafts=False, verifies_ahead=True)
+        traits = replace(traits, stops_drafts=False, verifies_ahead=True)
+        super().__init__(phases, traits, streams, config, record)
         self.group, self.processes = group, processes
         if processes is not None:
             processes.on_loss, self.rank_pids = group.abort, processes.pids
@@ -63,34 +64,30 @@ class LeadWorker(Worker):
         self._serial = self.overlap == "none"
         self._calls: list[Call] = []
         self._verified = -1
+        # Why there are no more steps, where the processes are another's.
+        self._lost: EngineUnavailable | None = None
         self._sender = ThreadStream("tell", record)
-
-    def check(self) -> None:
-        """Raise EngineUnavailable if a rank is gone."""
-        if self.processes is not None:
-            self.processes.check()
 
     def gather_spans(self) -> None:
         """As the worker's; lane ``compute`` of rank 1 is ``rank 1 compute``. The clocks are one on
         one machine alone."""
         self.tell("tell_spans")
-        taken = [
-            self._sender.run("spans", self._take_spans, rank)
-            for rank in range(1, self.group.shard.size)
-        ]
+
+        def take(rank: int) -> list[SpanFields]:
+            return decode_spans(lambda tensor: self.group.receive(tensor, rank))
+
+        ranks = range(1, self.group.shard.size)
+        taken = [self._sender.run("spans", take, rank) for rank in ranks]
         passed = HostEvent()
         self._sender.record(passed)
-        with self._blaming():
+        with self.watched():
             passed.synchronize()
-        for rank, spans in enumerate(taken, 1):
+        for rank, spans in zip(ranks, taken, strict=True):
             for lane, name, start_ns, end_ns, step in spans.get():
                 self._record(f"rank {rank} {lane}", name, start_ns, end_ns, step)
 
-    def _take_spans(self, rank: int) -> list[SpanFields]:
-        return decode_spans(lambda tensor: self.group.receive(tensor, rank))
-
     def rest(self) -> None:
-        with self._blaming():
+        with self.watched():
             super().rest()
 
     def tell(self, name: str, *arguments: Any) -> None:
@@ -105,16 +102,11 @@ class LeadWorker(Worker):
     def upload(self, plan: StepPlan) -> InFlightStep:
         self._sender.step = plan.index
         self.tell("upload", plan)
-        with self._blaming():
-            return super().upload(plan)
+        return super().upload(plan)
 
     def verify(self, step: InFlightStep) -> None:
         self._verified = step.plan.index
         super().verify(step)
-
-    def trees(self, step: InFlightStep) -> HostTrees:
-        with self._blaming():
-            return super().trees(step)
 
     def accept(self, step: InFlightStep, free: Sequence[bool] = ()) -> None:
         self._sender.run("decision", self._send_decision, step, True, free)
@@ -130,43 +122,50 @@ class LeadWorker(Worker):
     def results(
         self, step: InFlightStep, before: InFlightStep | None, grammar_ms: float
     ) -> StepResult:
-        with self._blaming():
-            found = super().results(step, before, grammar_ms)
+        found = super().results(step, before, grammar_ms)
         # What waited for a rank that is gone was let go of, with sums that have no meaning.
-        self.check()
+        self._check()
         return found
 
     def close(self) -> None:
+        def bid_farewell() -> None:
+            self._calls.clear()
+            self.tell("close")
+
         if self.processes is not None:
-            self.processes.close(self._bid_farewell)
+            self.processes.close(bid_farewell)
         else:
-            self._bid_farewell()
+            bid_farewell()
         super().close()
         self._sender.close()
         self.group.close()
-
-    def _bid_farewell(self) -> None:
-        self._calls.clear()
-        self.tell("close")
 
     def _send_decision(self, step: InFlightStep, accepted: bool, free: Sequence[bool]) -> None:
         for tensor in pack_decision(step, accepted, free):
             self.group.send(tensor)
 
+    def _check(self) -> None:
+        """Raise EngineUnavailable if a rank is gone."""
+        if self._lost is not None:
+            raise self._lost
+        if self.processes is not None:
+            self.processes.check()
+
     @contextmanager
-    def _blaming(self) -> Iterator[Any]:
-        """End the engine with one error where the streams have failed: the ranks are in no one
-        step any more."""
+    def watched(self) -> Iterator[None]:
+        """Ends the engine with one error where a rank is gone, or something fails in the block: the
+        ranks are in no one step any more."""
+        self._check()
         try:
             yield
         except EngineUnavailable:
             raise
         except Exception as error:
             if self.processes is None:
-                raise EngineUnavailable(
-                    f"tensor_parallel_size: this rank failed, or another one: {error}"
-                ) from error
+                reason = f"tensor_parallel_size: this rank failed, or another one: {error}"
+                self._lost = EngineUnavailable(reason)
+                raise self._lost from error
             self.processes.wait_for_loss(SEEN_S)
             reason = f"tensor_parallel_size: rank 0 failed, and the engine with it: {error}"
             self.processes.give_up(reason)
-            self.processes.check()
+            self._check()

@@ -8,16 +8,18 @@ import sys
 import traceback
 from pathlib import Path
 
+from overlap_spec.children import end_with, end_with_input
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.models.shard import Shard
 from overlap_spec.parallel.launch import Launch, meeting
-from overlap_spec.parallel.processes import exit_with_parent
 from overlap_spec.worker.build import run_follower
 
 
 def main(arguments: list[str]) -> None:
     """Follow rank 0 until it ends."""
-    exit_with_parent(int(arguments[0]))
+    # Also where this process is stopped.
+    end_with(int(arguments[0]))
+    end_with_input()
     size, rank = map(int, arguments[2:])
     status = 0
     try:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
 from overlap_spec.errors import NumericFault
 from overlap_spec.steps import RowResult
-from overlap_spec.tiers import Tier
-from overlap_spec.worker.extras.base import Row, told_of
+from overlap_spec.tiers import OFF, Tier
+from overlap_spec.worker.extras import base as extras
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.packed_rows import read_rows
 from overlap_spec.worker.sampler import token_logprobs
 from overlap_spec.worker.tables import RowTables
 
 NAN_CHOICE = -2
-NOT_NUMBERS = "the model's logits are not numbers: numeric fault"
-# Of a final chunk, which is a tree of its root alone.
-NO_DRAFT = Tier(0, 1, 1)
 
 
 class ResultReader:
@@ -33,16 +31,18 @@ class ResultReader:
         """The tokens that the grammar forces behind the row's root."""
         return self._told[row][0]
 
-    def read(self, step: InFlightStep) -> tuple[RowResult, ...]:
-        """What each of ``plan.verified`` gave, trees first; once ``results_on_host`` has passed and
-        the step is settled. Steps are read in their order."""
+    def read(self, step: InFlightStep) -> tuple[tuple[RowResult, ...], dict[int, dict[str, Any]]]:
+        """What each of ``plan.verified`` gave, trees first, and what the chunks told the optional
+        parts, by request; once ``results_on_host`` has passed and the step is settled. Steps are
+        read in their order."""
         plan = step.plan
         trees, rows = len(plan.decode_rows), list[RowResult]()
         if trees:
             rows += self._rows(step, step.results[0][:trees], 0, plan.tier)
         if plan.final_chunks:
-            rows += self._rows(step, step.results[-1], trees, NO_DRAFT)
-        return tuple(rows)
+            # Of each a tree of its root alone.
+            rows += self._rows(step, step.results[-1], trees, OFF)
+        return tuple(rows), extras.read(plan, step.extras)
 
     def _rows(
         self, step: InFlightStep, packed: Tensor, first: int, tier: Tier
@@ -65,7 +65,7 @@ class ResultReader:
                     grafted += 1
             known[row] = behind
             if tokens[-1] < 0 and tokens.pop() == NAN_CHOICE:
-                error = NumericFault(NOT_NUMBERS)
+                error = NumericFault()
             limited = bool(limits) and limits[index] < tier.steps
             fields = tuple(tokens), drafted, accepted, (), error, limited, confidences
             found = RowResult(*fields, grafts, grafted)
@@ -87,5 +87,5 @@ class ResultReader:
         links = step.links[:, index] if index < trees else None
         masks = step.mask_rows(index) if constrained else None
         reached = row.tokens, row.accepted, row.grafted, row.limited
-        told = Row(step.plan.index, *reached, links, masks)
-        return row._replace(extras=told_of(asked.extras, told))
+        told = extras.Row(step.plan.index, *reached, links, masks)
+        return row._replace(extras=extras.told_of(asked.extras, told))

@@ -123,6 +123,12 @@ class Streams:
         for stream in (self.compute, self.prefill, self.plan, self.copy):
             stream.step = step
 
+    def join_prefill(self) -> None:
+        """Have compute do what prefill is given, in the order in which it comes."""
+        if self.prefill is not self.compute:
+            self.prefill.close()
+            self.prefill = self.compute
+
     def event(self) -> Event:
         """A new event of this kind of streams."""
         return HostEvent()

@@ -7,13 +7,12 @@ the sampler, and by the type of its logits. What is run is the padding row's, an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from overlap_spec.kernels import apply_bitmask, noise_keys
-from overlap_spec.kernels.sampling import PURPOSES
+from overlap_spec.kernels.sampling import PURPOSES, apply_bitmask, noise_keys
 from overlap_spec.steps import Chunk, StepPlan
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.batch import Staging
@@ -107,7 +106,7 @@ def warm_packed(worker: Worker, tier: Tier, size: int) -> None:
         return
     wanted = (n for n in powers_of_two(nodes - 1) if n >= size)
     for count in sorted({worker.recordings.packed_size(tier, size, n) for n in wanted}):
-        budget = Budget(tier, count, (1,) * size, (tier.nodes,) * size)
+        budget = Budget(tier, count, (tier.nodes,) * size)
         plan = StepPlan(0, budget, (row,) * size, (), (0,) * size, (False,) * size, 0, ())
         step = planned(worker, plan)
         worker.phases.draft(step)
@@ -144,3 +143,15 @@ def forget(worker: Worker) -> None:
     runner.told.forget()
     for cache in runner.caches:
         cache.clear((0,))
+
+
+def prepare(worker: Worker, tier: Tier) -> None:
+    """Record a tier's passes for a single request, ahead of its first step, with a grammar or
+    without one."""
+    for told in {False, worker.runner.reads_states}:
+        worker.recordings.record(tier, False, told)
+
+
+def prepare_next(worker: Worker, tiers: Sequence[Tier]) -> bool:
+    """Record what one of these tiers lacks; False if they lack nothing."""
+    return worker.recordings.record_next(tiers)

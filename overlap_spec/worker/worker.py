@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, TypeVarTuple, Unpack
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import Draft, host_draft
-from overlap_spec.drafters.grafts import graft
-from overlap_spec.steps import History, HostTrees, Int64s, Part, StepPlan, StepResult
-from overlap_spec.tiers import Floats, Tier
+from overlap_spec.steps import Part, StepPlan, StepResult
 from overlap_spec.types import Request
-from overlap_spec.worker.batch import PlanUpload, uploaded
-from overlap_spec.worker.cuda_graphs import CudaGraphs
-from overlap_spec.worker.drafter_guard import DrafterGuard
-from overlap_spec.worker.drafts import Drafts
-from overlap_spec.worker.extras import base as extras
+from overlap_spec.worker.batch import PlanUpload
+from overlap_spec.worker.host_drafts import HostDrafts, Proposal
 from overlap_spec.worker.in_flight import InFlightStep, Rotation
-from overlap_spec.worker.model_runner import ModelRunner
-from overlap_spec.worker.passes import GrammarRows, StepTensors
+from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
-from overlap_spec.worker.recordings import Recordings
 from overlap_spec.worker.results import ResultReader
-from overlap_spec.worker.sampler import Masks
 from overlap_spec.worker.streams import RecordSpan, Streams, Value
 
-# What a drafter on the host proposed: tokens, parents and scores of all trees.
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-Proposal = tuple[Int64s, Int64s, Floats]
 # Steps whose accept may still be asked for its time.
 ACCEPTS = 4
 
@@ -72,31 +58,7 @@ class Traits:
     reads_states: bool
     stops_drafts: bool
     verifies_ahead: bool
-    asks_thinking: bool = False
-
-
-def traits_of(runner: ModelRunner) -> Traits:
-    """Those of a worker that has all of the model."""
-    on_gpu = runner.device.type == "cuda"
-    return Traits(
-        context_length=runner.target.config.max_position,
-        pages=runner.pool.k.shape[1],
-        page_bytes=sum(cache.page_bytes for cache in runner.caches),
-        on_gpu=on_gpu,
-        compiles=on_gpu,
-        drafts_on_host=runner.proposer is not None,
-        guided=runner.proposer is not None and runner.proposer.guided,
-        reads_states=runner.reads_states,
-        stops_drafts=runner.stepwise,
-        verifies_ahead=on_gpu,
-    )
-
-
-def recordings_of(drafts: Drafts, guard: DrafterGuard, recorded: bool) -> Recordings:
-    """How the passes are recorded, if they are to be."""
-    if recorded and drafts.runner.device.type == "cuda":
-        return CudaGraphs(drafts, guard)
-    return Recordings(drafts, guard, recorded)
+    asks_thinking: bool
 
 
 class Worker:
@@ -106,6 +68,7 @@ class Worker:
     work and returns. ``results`` waits. Between steps ``do`` queues jobs.
 
     Args:
+        phases: What is computed, over the models.
         config: With ``overlap`` ``none``, ``double-sync`` or ``once-sync``.
         record: Takes spans for the timeline.
 
@@ -116,41 +79,31 @@ class Worker:
     rank_pids: tuple[int, ...] = ()
 
     def __init__(
-        self, runner: ModelRunner, streams: Streams, config: EngineConfig, record: RecordSpan
+        self,
+        phases: Phases,
+        traits: Traits,
+        streams: Streams,
+        config: EngineConfig,
+        record: RecordSpan,
     ) -> None:
-        self.runner, self.streams, self.overlap = runner, streams, config.overlap
-        self.rows, self._record = config.max_running_requests, record
-        self._tables, self._device = runner.tables, runner.device
-        drafter = runner.drafter
-        # What drafts in all ranks must not fail in one.
-        together = drafter is not None and not drafter.host and runner.target.config.shard.size > 1
-        self.guard = DrafterGuard(config.drafter, fatal=together)
-        drafts = Drafts(runner, coupled=not config.by_threshold)
-        self.recordings = recordings_of(drafts, self.guard, config.graphs)
-        self.phases = Phases(self.recordings, config)
-        traits, rule = traits_of(runner), self.phases.rule
-        self.traits = replace(
-            traits,
-            asks_thinking=rule is not None and rule.asks_thinking,
-            stops_drafts=traits.stops_drafts and self.phases.draft.stop is not None,
+        self.phases, self.traits, self.streams, self._record = phases, traits, streams, record
+        self.rows, self.overlap = config.max_running_requests, config.overlap
+        self.runner, self.recordings, self.guard = phases.runner, phases.recordings, phases.guard
+        self._tables = tables = self.runner.tables
+        words = -(-tables.vocab_size // 32)
+        self.buffers = Rotation(self.rows, words, streams, tables.device)
+        self._reader = ResultReader(tables)
+        self.host_drafts = HostDrafts(
+            self.runner.proposer, self.guard, self._reader.run_behind, record
         )
-        words = -(-self._tables.vocab_size // 32)
-        self.buffers = Rotation(self.rows, words, streams, self._device)
-        self._reader = ResultReader(runner.tables)
         self._accepted = [streams.event() for _ in range(ACCEPTS)]
-        columns = self._tables.pages.shape[1]
         self.plan_upload = PlanUpload(
-            columns, self._tables.padding_row, self.recordings.padded, self._device
+            tables.pages.shape[1], tables.padding_row, self.recordings.padded, tables.device
         )
-        if self.traits.on_gpu:
-            # Weights, caches and tables were written on a stream that ours do not wait for.
-            torch.cuda.synchronize(self._device)
-            # What earlier engines left would be counted as the graphs'.
-            gc.collect()
-            torch.cuda.empty_cache()
 
-    def check(self) -> None:
-        """Raise EngineUnavailable where steps cannot be run any more."""
+    def watched(self) -> AbstractContextManager[None]:
+        """A block in which steps are run; EngineUnavailable where they cannot be any more."""
+        return nullcontext()
 
     def gather_spans(self) -> None:
         """Record the spans that the other ranks have kept since the last call."""
@@ -167,7 +120,7 @@ class Worker:
     @torch.inference_mode()
     def do(self, job: Callable[[Worker, Unpack[Ts]], T], *arguments: *Ts) -> Value[T]:
         """Queue ``job(worker, *arguments)`` on compute, between two steps; in all ranks. It is a
-        function of a module, such as are at the end of this one."""
+        function of a module."""
         self.tell("do", job, *arguments)
         return self.streams.compute.run(job.__name__, job, self, *arguments)
 
@@ -193,8 +146,11 @@ class Worker:
             tensors=StepTensors(self._tables.features([row for _, row, _ in plan.verified])),
         )
         self.streams.begin(plan.index)
+        if plan.untrusted:
+            for cache in self.runner.caches:
+                self.streams.compute.run("clear", cache.clear, plan.untrusted)
         planner = self.streams.plan
-        planner.run("upload", self._upload, step)
+        planner.run("upload", step.upload_plan, self.plan_upload)
         planner.record(step.events.uploaded)
         self.streams.compute.wait(step.events.uploaded)
         if plan.pages:
@@ -203,71 +159,23 @@ class Worker:
             self.streams.compute.record(step.events.pages_entered)
         return step
 
-    def _upload(self, step: InFlightStep) -> None:
-        step.tensors.batch = self.plan_upload(step.plan, step.buffers.staging)
-
     @torch.inference_mode()
-    def draft(self, step: InFlightStep, histories: Sequence[History] | None = None) -> None:
+    def draft(self, step: InFlightStep, proposal: Proposal | None = None) -> None:
         """Queue the drafts, and the tree's copy to the host.
 
         Args:
-            histories: Known tokens of each decode row's request, for a drafter on the host.
+            proposal: Of a drafter on the host.
         """
-        self.grow(step, None if histories is None else self._propose(step, histories))
-
-    @torch.inference_mode()
-    def grow(self, step: InFlightStep, proposal: Proposal | None) -> None:
-        """:meth:`draft`, with what a drafter on the host proposed."""
-        self.tell("grow", proposal)
+        self.tell("draft", proposal)
         compute, copy = self.streams.compute, self.streams.copy
-        compute.run("draft", self._draft, step, proposal)
+        compute.run("draft", step.draft, self.phases.draft, proposal)
         if step.tree_is_read:
             compute.record(step.events.drafted)
             copy.wait(step.events.drafted)
-            copy.run("tree", _copy_tree, step)
+            copy.run("tree", step.copy_tree)
             copy.record(step.events.tree_on_host)
             if self.overlap == "none":
                 step.events.tree_on_host.synchronize()
-
-    def _draft(self, step: InFlightStep, proposal: Proposal | None) -> None:
-        if step.dropped:
-            return
-        if proposal is None:
-            self.phases.draft(step.tensors)
-            return
-        proposed = Draft(*(uploaded(torch.from_numpy(part), self._device) for part in proposal))
-        # Where nobody drafts behind, a row without a proposal has none.
-        behind = self.runner.drafter is not self.runner.proposer
-        if behind and (proposal[2][:, 0] == -np.inf).any():
-            self.phases.draft(step.tensors, over=proposed)
-        else:
-            self.phases.draft(step.tensors, proposed)
-
-    def forget(self, history: History) -> None:
-        """Tell a drafter on the host that a request has ended."""
-        if self.runner.proposer is not None:
-            with self.guard:
-                self.runner.proposer.forget(history)
-
-    def _propose(self, step: InFlightStep, histories: Sequence[History]) -> Proposal | None:
-        drafter, tier = self.runner.proposer, step.plan.tier.own
-        if drafter is None or tier.steps == 0 or not histories or self.guard.fault is not None:
-            return None
-        start = time.perf_counter_ns()
-        arrays = None
-        with self.guard:
-            known = [
-                replace(history, forced=self._reader.run_behind(row))
-                for history, row in zip(histories, step.plan.decode_rows, strict=True)
-            ]
-            drafts = drafter.propose(known, tier)
-            if drafter.behind is None:
-                pairs = zip(drafts, known, strict=True)
-                drafts = [graft(draft, history.forced, tier) for draft, history in pairs]
-            if drafter.behind is None or any(len(draft.tokens) for draft in drafts):
-                arrays = host_draft(drafts, tier)
-        self._record("host", "propose", start, time.perf_counter_ns(), step.plan.index)
-        return arrays
 
     @torch.inference_mode()
     def verify(self, step: InFlightStep) -> None:
@@ -285,18 +193,11 @@ class Worker:
         if step.constrained and self.overlap == "none":
             step.events.verified.synchronize()
 
-    def trees(self, step: InFlightStep) -> HostTrees:
-        """The drafted trees once they are on the host, and where their masks and runs go.
-
-        Blocks until the trees are there: the step's one wait.
-        """
-        return step.read_trees()
-
     @torch.inference_mode()
     def accept(self, step: InFlightStep, free: Sequence[bool] = ()) -> None:
         """Queue the masks' way to the device, the step's decision, and its way to the host.
 
-        The mask rows that :meth:`trees` lent must have been written.
+        The mask rows that :meth:`InFlightStep.read_trees` lent must have been written.
 
         Args:
             free: Whether each request of ``plan.verified`` is inside its thinking, where acceptance
@@ -306,7 +207,7 @@ class Worker:
         events, step.tensors.free = step.events, free
         if step.constrained:
             step.limits = tuple(step.buffers.limits.host[: len(step.plan.verified)].tolist())
-            planner.run("masks", _upload_masks, step)
+            planner.run("masks", step.upload_masks)
             planner.record(events.masks_ready)
             if self.overlap == "double-sync":
                 events.masks_ready.synchronize()
@@ -314,7 +215,7 @@ class Worker:
         compute.run("accept", self.phases.accept, step.tensors)
         compute.record(step.accepted)
         copy.wait(step.accepted)
-        copy.run("results", _copy_results, step)
+        copy.run("results", step.copy_results)
         copy.record(events.results_on_host)
         step.buffers.keep = step.tensors
 
@@ -360,7 +261,7 @@ class Worker:
         step.settle()
         plan = step.plan
         exposed_ms, idle_ms, step_ms = 0.0, 0.0, None
-        rows = self._reader.read(step)
+        rows, told = self._reader.read(step)
         self.streams.note()
         if step.constrained:
             waited_ms = events.verified.elapsed_ms(events.masks_ready)
@@ -375,7 +276,6 @@ class Worker:
             step_ms = before.accepted.elapsed_ms(step.accepted)
         verified = step.tensors.verified
         verified_rows = 0 if verified is None else len(verified.logits)
-        told = extras.read(plan, step.extras)
         return StepResult(plan, rows, exposed_ms, idle_ms, step_ms, verified_rows, told)
 
     def close(self) -> None:
@@ -386,66 +286,6 @@ class Worker:
         self.runner.release()
 
 
-def _copy_tree(step: InFlightStep) -> None:
-    if step.tensors.drafted is not None:
-        links = step.tensors.drafted.links.flatten()
-        step.buffers.links[: len(links)].copy_(links, non_blocking=True)
-
-
-def _upload_masks(step: InFlightStep) -> GrammarRows:
-    """What the lane wrote, on the device: no more rows than nodes have one."""
-    plan, buffers, requests = step.plan, step.buffers, len(step.tensors.batch.rows)
-    assert step.trees is not None
-    count, nodes, final = int(step.trees.offsets[-1]), plan.tier.nodes, len(plan.final_chunks)
-    places = buffers.places.upload(requests * nodes + final)
-    every = count == len(plan.decode_rows) * nodes + final
-    masks = Masks(buffers.masks.upload(count), None if every else places)
-    limits, runs = buffers.limits.upload(requests), buffers.runs.upload(1 + count)
-    step.tensors.grammar = GrammarRows(masks, limits, runs, places)
-    return step.tensors.grammar
-
-
-def _copy_results(step: InFlightStep) -> None:
-    room, prefilled = step.buffers.results, step.tensors.prefilled
-    if prefilled is not None:
-        told = prefilled.extras.items()
-        step.extras = {name: tuple(map(_to_host, found)) for name, found in told}
-    for part in step.tensors.decided:
-        if part is None:
-            continue
-        host = room[: part.packed.numel()].view(part.packed.shape)
-        room = room[part.packed.numel() :]
-        step.results.append(host.copy_(part.packed, non_blocking=True))
-        if part.logprobs is not None:
-            step.logprobs.append(tuple(map(_to_host, part.logprobs)))
-
-
-def _to_host(found: Tensor) -> Tensor:
-    host = torch.empty(found.shape, dtype=found.dtype, pin_memory=found.is_cuda)
-    return host.copy_(found, non_blocking=True)
-
-
-# Jobs, besides measuring and warming up
-
-
 def tell_drafts(worker: Worker, parts: dict[str, Part]) -> None:
     """Enter what drafts read of grammars."""
     worker.runner.told.write(parts)
-
-
-def prepare(worker: Worker, tier: Tier) -> None:
-    """Record a tier's passes for a single request, ahead of its first step, with a grammar or
-    without one."""
-    for told in {False, worker.runner.reads_states}:
-        worker.recordings.record(tier, False, told)
-
-
-def prepare_next(worker: Worker, tiers: Sequence[Tier]) -> bool:
-    """Record what one of these tiers lacks; False if they lack nothing."""
-    return worker.recordings.record_next(tiers)
-
-
-def clear(worker: Worker, pages: Sequence[int]) -> None:
-    """Zero pages that may hold NaN."""
-    for pool in worker.runner.caches:
-        pool.clear(tuple(pages))

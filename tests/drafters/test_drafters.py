@@ -16,9 +16,9 @@ from overlap_spec.drafters.sound import sound
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.tiers import Tier
+from overlap_spec.tiers import OFF, Tier
 from overlap_spec.types import Output
-from overlap_spec.worker.drafter_guard import FIRST_PAUSE_STEPS, OFF, DrafterGuard
+from overlap_spec.worker.drafter_guard import FIRST_PAUSE_STEPS, DrafterGuard
 from tests.support.tiers import few
 
 OWN = "tests.support.drafters:"

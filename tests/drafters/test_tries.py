@@ -253,9 +253,9 @@ def test_widened_budgets() -> None:
         rooms = [0, 0] if same.tier == chain else [9, 0]
         assert widened(same, rooms) is same
     found = widened(Budget(chain), [9, 0, 3, 99])
-    assert found == Budget(wide, 9 + 6 + 6 + 32, (1,) * 4, (9, 6, 6, 32))
-    ragged = Budget(chain, 10, (1, 2), (6, 4))
-    assert widened(ragged, [0, 7]) == Budget(wide, 13, (1, 2), (6, 7))
+    assert found == Budget(wide, 9 + 6 + 6 + 32, (9, 6, 6, 32))
+    ragged = Budget(chain, 10, (6, 4))
+    assert widened(ragged, [0, 7]) == Budget(wide, 13, (6, 7))
 
 
 def random_trie(seed: int) -> tuple[list[list[int]], TokenTrie]:

@@ -69,7 +69,7 @@ async def idle(engine: AsyncEngine) -> dict[str, Any]:
 
 async def check_idle(engine: AsyncEngine) -> None:
     state = await idle(engine)
-    assert (state["pages_in_use"], state["matchers"], engine.open_requests) == (0, 0, 0)
+    assert (state["pages_in_use"], state["matchers"], len(engine.open_requests)) == (0, 0, 0)
 
 
 def test_it_gives_what_the_engine_gives(
@@ -218,7 +218,7 @@ def test_a_dead_process_fails_its_requests_and_comes_back(
         pid = (await engine.snapshot())["pid"]
         task = asyncio.create_task(engine.generate(["go", "on"], None, LONG))
         asked = asyncio.create_task(engine.snapshot())
-        while engine.open_requests < 2:
+        while len(engine.open_requests) < 2:
             await asyncio.sleep(0)
         os.kill(pid, signal.SIGKILL)
         done = await asyncio.gather(task, asked, return_exceptions=True)
@@ -249,7 +249,7 @@ def test_an_engine_that_stalls_is_started_again(
             await asyncio.sleep(0.05)
         assert (await engine.snapshot())["pid"] != pid
 
-    monkeypatch.setattr(engine.client, "_stall_timeout_s", 0.5)
+    monkeypatch.setattr(engine, "_stall_timeout_s", 0.5)
     # Let the wait that began under the longer time end first.
     run(runner, engine.generate("x", None, {"max_tokens": 2}))
     run(runner, work())
@@ -310,7 +310,7 @@ def test_messages_come_back_as_they_were() -> None:
 
 
 async def end_as_a_message_comes() -> bool:
-    client = EngineClient({}, 60.0, lambda _: None)
+    client = EngineClient({}, 60.0)
     arriving: list[asyncio.Future[messages.EngineOutputs]] = []
 
     class Talking:

@@ -115,7 +115,7 @@ def test_statistics_add_up(engine: Engine) -> None:
     assert stats.accept_length == pytest.approx(24 / stats.verifies)
     assert 0 < stats.ttft_ms <= stats.end_to_end_ms
     assert stats.tpot_ms == pytest.approx((stats.end_to_end_ms - stats.ttft_ms) / 24)
-    assert stats.drafted_tokens == stats.verifies * (engine.core.policy.tiers[0].nodes - 1)
+    assert stats.drafted_tokens == stats.verifies * (engine.core.budgets.policy.tiers[0].nodes - 1)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_recorded_tiers_are_measured_before_the_first_request(
     computed is not written over."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with Engine(**tiny, adaptive="auto", max_running_requests=4) as engine:
-        nodes = 4 * max(tier.nodes for tier in engine.core.policy.tiers)
+        nodes = 4 * max(tier.nodes for tier in engine.core.budgets.policy.tiers)
         cost = engine.snapshot()["speculation"]["cost"]
         assert cost["most_nodes"] < nodes
         while engine.prepare_next():
@@ -448,7 +448,7 @@ def test_a_policy_is_told_where_nothing_was_found_to_draft(
     settings = {**tiny, "algorithm": "ngram", "adaptive": "static", "num_steps": 3}
     with Engine(**settings) as engine:
         seen = []
-        monkeypatch.setattr(engine.core.policy, "observe", seen.append)
+        monkeypatch.setattr(engine.core.budgets.policy, "observe", seen.append)
         engine.generate("abcdefgh", None, {"max_tokens": 12, "ignore_eos": True})
         told = [request for outcome in seen for request in outcome.requests]
         assert any(request.drafted == 0 for request in told)

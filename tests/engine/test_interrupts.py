@@ -18,7 +18,7 @@ import pytest
 import overlap_spec
 from overlap_spec import Engine, Grammar
 from overlap_spec.drafters.ngram import NgramDrafter
-from overlap_spec.engine import interrupts
+from overlap_spec.engine import calls
 from overlap_spec.errors import EngineUnavailable
 from tests.support.tiers import few
 
@@ -117,7 +117,7 @@ def test_a_step_that_is_cut_short_ends_the_engine(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C does not wait for ever for a step."""
-    monkeypatch.setattr(interrupts, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(calls, "PATIENCE_S", 0.0)
     with build(tiny, algorithm=f"{__name__}:Interrupting") as engine:
         Interrupting.presses = 2
         with pytest.raises(KeyboardInterrupt):
@@ -203,7 +203,7 @@ async def waiting():
             asyncio.events._set_running_loop(None)
             refused(lambda: asyncio.run(engine.generate("go", max_tokens=8)))
             # Where a long prompt is tokenised.
-            refused(lambda: asyncio.run(engine.in_thread(str)))
+            refused(lambda: asyncio.run(engine.preparation.run(str)))
             refused(lambda: asyncio.run(first(engine)))
             refused(lambda: asyncio.run(engine.snapshot()))
             asyncio.run(engine.close())

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlap_spec.engine.grammar_manager import StepFigures
 from overlap_spec.errors import ConfigError
-from overlap_spec.timeline import LANES, Span, Timeline, hidden_fraction, union_ms
+from overlap_spec.timeline import LANES, Span, Timeline, union_ms
 from tests.support.counted import lines_run
 
 MS = 1_000_000
@@ -74,16 +75,9 @@ def test_union_counts_covered_ticks(pairs: list[tuple[int, int]]) -> None:
 
 
 def test_hidden() -> None:
-    assert hidden_fraction([0.0, 1.0], [4.0, 4.0]) == 0.875
-    assert hidden_fraction([0.0], [2.0]) == 1.0
-    assert hidden_fraction(iter([9.0]), iter([2.0])) == 0.0
-    assert hidden_fraction([], []) is None
-    assert hidden_fraction([0.0], [0.0]) is None
-    for wrong in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="finite"):
-            hidden_fraction([0.0], [wrong])
-        with pytest.raises(ValueError, match="finite"):
-            hidden_fraction([wrong], [1.0])
+    for exposed_ms, grammar_ms, hidden in ((1.0, 8.0, 0.875), (0.0, 2.0, 1.0), (9.0, 2.0, 0.0)):
+        assert StepFigures(1, grammar_ms, exposed_ms).hidden_fraction == hidden
+    assert StepFigures().hidden_fraction is None
 
 
 def test_ring_keeps_the_newest() -> None:

@@ -141,7 +141,7 @@ def test_what_cannot_be_compiled_is_said(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.delenv("CXX", raising=False)
-    fresh = cpu.native.__wrapped__
+    fresh = cpu.library.__wrapped__
     assert not fresh()
     assert "there is no C++ compiler: install g++, or set CXX" in caplog.text
     compiler = tools / "g++"

@@ -92,7 +92,7 @@ def test_links_depths_and_ancestors(parents: list[int], seed: int) -> None:
 
 
 def selected(
-    scores: list[list[float]], count: int, least: list[int], most: list[int]
+    scores: list[list[float]], count: int, most: list[int]
 ) -> tuple[list[int], list[list[float]]]:
     """:func:`select_nodes`, one node after the other: the definition."""
     nodes = len(scores[0])
@@ -104,8 +104,7 @@ def selected(
             if rank > 0 and (row[node] == DEAD or rank >= most[request]):
                 dead.append(flat)
             else:
-                turn = 0 if rank == 0 else 1 if rank < least[request] else 2
-                chosen.append((turn, -row[node], flat))
+                chosen.append((rank > 0, -row[node], flat))
     kept = [flat for *_, flat in sorted(chosen)][:count]
     left = [
         [row[node] if request * nodes + node in kept else DEAD for node in range(nodes)]
@@ -125,14 +124,9 @@ def test_selection_is_the_best_of_the_batch_and_keeps_parents(
     nodes = drafted + 1
     count = data.draw(st.integers(batch, batch * nodes))
     bound = st.lists(st.integers(0, nodes + 1), min_size=batch, max_size=batch)
-    least, most = (data.draw(st.none() | bound) for _ in range(2))
-    got = select_nodes(
-        torch.tensor(scores),
-        count,
-        None if least is None else torch.tensor(least),
-        None if most is None else torch.tensor(most),
-    )
-    pack, left = selected(scores, count, least or [0] * batch, most or [nodes] * batch)
+    most = data.draw(st.none() | bound)
+    got = select_nodes(torch.tensor(scores), count, None if most is None else torch.tensor(most))
+    pack, left = selected(scores, count, most or [nodes] * batch)
     assert got.pack.dtype == torch.int64
     assert got.pack.tolist() == pack
     assert got.scores.tolist() == left
@@ -147,10 +141,9 @@ def test_selection_of_an_example() -> None:
     got = select_nodes(scores, 5)
     assert got.pack.tolist() == [0, 1, 4, 5, 6]
     assert got.scores.tolist() == [[0.0, -1.0, DEAD, DEAD], [0.0, -0.5, -0.5, DEAD]]
-    assert select_nodes(scores, 5, torch.tensor([3, 1])).pack.tolist() == [0, 1, 2, 4, 5]
-    assert select_nodes(scores, 5, None, torch.tensor([4, 2])).pack.tolist() == [0, 1, 2, 4, 5]
+    assert select_nodes(scores, 5, torch.tensor([4, 2])).pack.tolist() == [0, 1, 2, 4, 5]
     assert select_nodes(scores, 2).pack.tolist() == [0, 4]
-    full = select_nodes(scores, 7, None, torch.tensor([2, 1]))
+    full = select_nodes(scores, 7, torch.tensor([2, 1]))
     assert full.pack.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert full.scores.tolist() == [[0.0, -1.0, DEAD, DEAD], [0.0, DEAD, DEAD, DEAD]]
 
@@ -297,7 +290,7 @@ def test_trees_are_traced_without_their_numbers() -> None:
 
     def work(root: Tensor, tokens: Tensor, parents: Tensor, scores: Tensor) -> tuple[Tensor, ...]:
         count = torch.ones_like(root)
-        chosen = select_nodes(F.pad(scores, (1, 0)), 5, count + 1, count + 2)
+        chosen = select_nodes(F.pad(scores, (1, 0)), 5, count + 2)
         left = chosen.scores[:, 1:]
         tree = build_tree(root, tokens, parents, left, 3)
         accepted = accept_path(tree.tokens.roll(-1, 1), tree, 4)

@@ -97,7 +97,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
 
 def tiers_of(engine: Engine) -> tuple[Tier, ...]:
     """All that a plan may have."""
-    own = engine.core.policy.tiers
+    own = engine.core.budgets.policy.tiers
     wide = [wide_tier(tier) for tier in own if tier.steps and not tier.parents]
     return (*own, *wide) if engine.core.budgets.widens else own
 
@@ -145,7 +145,7 @@ def test_every_recorded_pass_can_be_captured(
         settings["tree"] = folders["tree"]
     with engine_of(tiny, monkeypatch, **settings) as engine:
         tiers, drafter = tiers_of(engine), engine.core.worker.runner.drafter
-        assert len(tiers) > len(engine.core.policy.tiers) or not settings.get("tries")
+        assert len(tiers) > len(engine.core.budgets.policy.tiers) or not settings.get("tries")
         capture, count, launches, fault = captured(engine)
         assert fault is None
         assert capture.refused == []
@@ -257,5 +257,5 @@ def test_what_a_capture_refuses_is_found(
     monkeypatch.setattr(ModelRunner, "_within", spoilt)
     worker = tree_engine.core.worker
     with as_on_a_gpu(worker) as (capture, graphs, _), pytest.raises(CaptureError, match=why):
-        record(graphs, tree_engine.core.policy.tiers, (2,))
+        record(graphs, tree_engine.core.budgets.policy.tiers, (2,))
     assert why in capture.refused[0]

@@ -19,8 +19,8 @@ from overlap_spec.kernels import attention
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker import build as build_module
+from overlap_spec.worker import draft_phase as draft_phase_module
 from overlap_spec.worker import phases as phases_module
-from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import Staging
 from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.extras import choices as choices_module
@@ -59,10 +59,10 @@ def watch_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Tensor, "numpy", reading(PLAIN_NUMPY))
     monkeypatch.setattr(Tensor, "tolist", reading(PLAIN_TOLIST))
-    trees = Worker.trees
+    read_trees = InFlightStep.read_trees
 
-    def lent(worker: Worker, step: InFlightStep) -> Any:
-        found = trees(worker, step)
+    def lent(step: InFlightStep) -> Any:
+        found = read_trees(step)
         nodes = int(found.offsets[-1])
         buffers = step.buffers
         for buffer in (
@@ -73,7 +73,7 @@ def watch_host(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
             world.by_host(buffer, write=True)
         return found
 
-    monkeypatch.setattr(Worker, "trees", lent)
+    monkeypatch.setattr(InFlightStep, "read_trees", lent)
 
 
 def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         Staging, "upload", lambda _, numbers, __: torch.from_numpy(numbers.copy()).clone()
     )
-    for module in (worker_module, phases_module, choices_module):
+    for module in (draft_phase_module, phases_module, choices_module):
         monkeypatch.setattr(module, "uploaded", lambda host, _: world.upload(host))
     monkeypatch.setattr(engine_build, "build_streams", lambda *_: ClockStreams(world))
     # Weights that are packed for the CPU are no tensors of the device's kind.
@@ -113,7 +113,7 @@ def watched(
     watch_host(world, monkeypatch)
     give_the_device_memory(world, monkeypatch)
     if held:
-        monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
+        monkeypatch.setattr(build_module, "recordings_of", held_graphs)
         monkeypatch.setattr(DraftPhase, "_visible", all_columns)
     more = {"lane_threads": 0, "mask_deadline_ms": None, "graphs": held, **settings}
     with Watch(world), chaos.build(tiny, **more) as engine:
@@ -201,9 +201,9 @@ def test_no_stream_races_another_in_any_mode(
     held: bool,
     ahead: bool,
 ) -> None:
-    traits = worker_module.traits_of
+    traits = build_module.traits_of
     monkeypatch.setattr(
-        worker_module, "traits_of", lambda runner: replace(traits(runner), verifies_ahead=ahead)
+        build_module, "traits_of", lambda phases: replace(traits(phases), verifies_ahead=ahead)
     )
     first, settings = chaos.settings_of(tier, room)
     with watched(tiny, monkeypatch, held, overlap=mode, **settings) as (world, engine):

@@ -22,8 +22,8 @@ from overlap_spec.kernels import Tree
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.tiers import Tier
+from overlap_spec.worker import build as build_module
 from overlap_spec.worker import warm_up
-from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.build import graph_bytes
 from overlap_spec.worker.cuda_graphs import CudaGraphs
 from overlap_spec.worker.draft_phase import DraftPhase
@@ -50,11 +50,11 @@ WORDS = Grammar.choice(["alpha", "beta", "alphabet", "gamma rays"])
 @pytest.fixture
 def as_served_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
+    monkeypatch.setattr(build_module, "recordings_of", held_graphs)
     monkeypatch.setattr(DraftPhase, "_visible", all_columns)
-    traits = worker_module.traits_of
+    traits = build_module.traits_of
     monkeypatch.setattr(
-        worker_module, "traits_of", lambda runner: replace(traits(runner), compiles=True)
+        build_module, "traits_of", lambda phases: replace(traits(phases), compiles=True)
     )
 
 
@@ -131,7 +131,7 @@ def outputs_of(engine: Engine) -> tuple[int, int, int]:
     """Bytes of what the graphs of the target's pass have as outputs, and all others; and how many
     nodes the largest verifies."""
     core = engine.core
-    limits = batches(engine.config, core.policy, with_wide(core.policy.tiers))
+    limits = batches(engine.config, core.budgets.policy, with_wide(core.budgets.policy.tiers))
     with as_on_a_gpu(core.worker) as (_, graphs, _):
         warm_up.record_all(graphs, limits)
         assert core.worker.guard.fault is None
@@ -185,7 +185,9 @@ def graphs_of(tiny: dict[str, Any], adaptive: str) -> tuple[int, ...]:
         fixed = {"graphs": False, "overlap": "none", "lane_threads": 0, "max_total_tokens": 4096}
         with chaos.build(tiny, **fixed, **settings) as engine:
             core = engine.core
-            limits = batches(engine.config, core.policy, with_wide(core.policy.tiers))
+            limits = batches(
+                engine.config, core.budgets.policy, with_wide(core.budgets.policy.tiers)
+            )
             found.append(at_start(core.worker, limits))
     return tuple(found)
 
@@ -224,7 +226,7 @@ def kernels(launches: Sequence[Launch], work: Callable[[], Any]) -> int:
 
 def kernels_of_drafts(engine: Engine, wide: bool) -> dict[tuple[bool, bool], int]:
     """Of the draft's recordings, by ``sampled`` and ``told``."""
-    (own,) = engine.core.policy.tiers
+    (own,) = engine.core.budgets.policy.tiers
     tier = wide_tier(own) if wide else own
     with as_on_a_gpu(engine.core.worker) as (_, graphs, launches):
         given = padding(graphs.runner, 2)
@@ -248,7 +250,7 @@ def test_a_step_replays_the_draft_that_it_wants(
     chain_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Greedy and without a grammar neither noise nor states are computed."""
-    (tier,), noted = chain_engine.core.policy.tiers, list[tuple[bool, bool]]()
+    (tier,), noted = chain_engine.core.budgets.policy.tiers, list[tuple[bool, bool]]()
     trees = Drafts.trees
 
     def spied(drafts: Drafts, tier: Any, sampled: bool, told: bool, *of: Any) -> Any:
@@ -274,7 +276,7 @@ def test_a_step_replays_the_draft_that_it_wants(
 
 def test_other_passes_have_few_kernels(chain_engine: Engine) -> None:
     runner = chain_engine.core.worker.runner
-    (tier,) = chain_engine.core.policy.tiers
+    (tier,) = chain_engine.core.budgets.policy.tiers
     layers = runner.target.config.num_layers
 
     def passes(graphs: CudaGraphs) -> Iterator[tuple[str, Callable[[], Any]]]:

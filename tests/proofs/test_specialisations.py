@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.tiers import SlotPolicy
-from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker import build as build_module
 from overlap_spec.worker.draft_phase import DraftPhase
 from tests.support import chaos
 from tests.support.held_graphs import HeldGraphs, all_columns, held_graphs
@@ -39,11 +39,11 @@ EVERYTHING: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
+    monkeypatch.setattr(build_module, "recordings_of", held_graphs)
     monkeypatch.setattr(DraftPhase, "_visible", all_columns)
-    traits = worker_module.traits_of
+    traits = build_module.traits_of
     monkeypatch.setattr(
-        worker_module, "traits_of", lambda runner: replace(traits(runner), compiles=True)
+        build_module, "traits_of", lambda phases: replace(traits(phases), compiles=True)
     )
 
 

@@ -74,7 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompt=st.integers(1, 60), max_tokens=st.integers(1, 40), priority=st.integers(0, 2))
     def submit(self, prompt: int, max_tokens: int, priority: int) -> None:
-        if prompt + max_tokens <= self.scheduler.longest:
+        if prompt + max_tokens <= self.scheduler.allocator.longest:
             new = sequence(self.number, prompt, max_tokens)
             new.request = replace(new.request, priority=priority)
             self.live[self.number] = new
@@ -116,10 +116,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             end = chunk.start + len(chunk.tokens)
             assert chunk.tokens.tolist() == known[chunk.start : end]
             assert chunk.final == (end == len(known))
-            assert chunk.start % self.scheduler.page_size == 0
+            assert chunk.start % self.scheduler.allocator.size == 0
         for s in by_id.values():
             if s.request.id in plan.request_ids:
-                slots = len(s.pages) * self.scheduler.page_size
+                slots = len(s.pages) * self.scheduler.allocator.size
                 assert slots >= s.key_tokens + RESERVE
 
     def settle(self, plan: StepPlan) -> None:
@@ -404,16 +404,18 @@ def test_pages_of_a_numeric_fault_are_cleared_when_nobody_holds_them() -> None:
     fault = RowResult((), 0, 0, error=NumericFault("no numbers"))
     scheduler.commit(StepResult(plan, (RowResult((1,), 0, 0), fault)))
     assert scheduler.retire() == [failing]
-    assert set(scheduler.take_untrusted()) == own
     # A later one finds nothing of it, and the first keeps what it reads.
     later = add(2)
-    commit(scheduler, scheduler.plan(lambda *_: BUDGET), 1)
+    plan = scheduler.plan(lambda *_: BUDGET)
+    assert plan is not None
+    assert set(plan.untrusted) == own
+    commit(scheduler, plan, 1)
     assert later.stats.cached_tokens == 0
     assert set(first.pages[:2]) == shared
-    assert scheduler.take_untrusted() == []
+    assert scheduler.allocator.untrusted == []
     for number in (0, 2):
         scheduler.abort(number)
     scheduler.retire()
     # With what lay behind them in the tree.
-    assert set(scheduler.take_untrusted()) == {*shared, kept}
+    assert set(scheduler.allocator.untrusted) == {*shared, kept}
     assert scheduler.allocator.in_use == 0

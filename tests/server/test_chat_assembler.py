@@ -97,7 +97,7 @@ def test_a_template_may_open_or_close_the_thinking(
     template = "{{ messages[-1].content }}</think>: " + ending
     settings = ServerSettings(reasoning_parser=parser)
     engine = AsyncEngine(**tiny, chat_template=template)
-    engine._set_ready(EngineReady(Limits(200, 200), 300, dataclasses.asdict(engine.config)))
+    engine.set_ready(EngineReady(Limits(200, 200), 300, dataclasses.asdict(engine.config)))
     service = Service(engine, settings, Metrics(), Constraints(settings))
     body = ChatBody.model_validate(
         {"messages": [{"role": "user", "content": "<think>"}], "regex": "[ab]"}

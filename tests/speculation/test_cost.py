@@ -47,7 +47,7 @@ def test_step_time_by_hand() -> None:
     draft = 3 * (2.0 + 0.1 * 2 * 4 + 0.001 * 200)
     assert MODEL.step_ms(shape) == pytest.approx(verify + draft + 0.25 * 16 + 3 + 0.2 * 10)
     assert MODEL.step_ms(shape_of(OFF, 1, 0)) == pytest.approx(10.5)
-    ragged = Budget(TREE.tier, 5, (1, 1), (16, 16))
+    ragged = Budget(TREE.tier, 5, (16, 16))
     assert shape_of(ragged, 2, 0).nodes == 5
 
 

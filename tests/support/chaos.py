@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
@@ -124,13 +123,8 @@ def build(tiny: dict[str, str], **settings: Any) -> Engine:
 def start(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Engines made from now on have streams with random delays."""
 
-    def streams(config: EngineConfig, _: Any) -> Streams:
-        made = ThreadStreams(lambda name: ChaosStream(name, seed, 0.0005))
-        if config.tensor_parallel_size > 1:
-            # As for any engine: the ranks' sums come in one order.
-            made.prefill.close()
-            made.prefill = made.compute
-        return made
+    def streams(*_: Any) -> Streams:
+        return ThreadStreams(lambda name: ChaosStream(name, seed, 0.0005))
 
     monkeypatch.setattr(engine_build, "build_streams", streams)
 

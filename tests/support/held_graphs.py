@@ -56,5 +56,5 @@ def all_columns(phase: DraftPhase, _: StepPlan) -> int:
 
 
 def held_graphs(drafts: Drafts, guard: DrafterGuard, recorded: bool) -> Recordings:
-    """In the place of :func:`overlap_spec.worker.worker.recordings_of`."""
+    """In the place of :func:`overlap_spec.worker.build.recordings_of`."""
     return HeldGraphs(drafts, guard) if recorded else Recordings(drafts, guard, False)

@@ -301,10 +301,8 @@ def select_nodes(draw: Draw, device: torch.device) -> None:
     scores = torch.where(i.bools(i.one_of(0.0, 0.3), batch, nodes), -torch.inf, scores)
     scores = torch.where(i.bools(i.one_of(0.0, 0.1), batch, nodes), torch.nan, scores)
     scores[:, 0] = 0.0
-    least, most = (
-        i.integers(0, nodes + 2, batch) if draw(st.booleans()) else None for _ in range(2)
-    )
-    args = scores, i.size(batch, batch * nodes), least, most
+    most = i.integers(0, nodes + 2, batch) if draw(st.booleans()) else None
+    args = scores, i.size(batch, batch * nodes), most
     got, want = triton(kernels.select_nodes, *args), reference(kernels.select_nodes, *args)
     equal(got.pack, want.pack)
     equal(got.scores, want.scores)

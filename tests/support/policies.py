@@ -34,13 +34,13 @@ def share_nodes(
     monkeypatch: pytest.MonkeyPatch, engine: Engine, nodes: Callable[[int, Tier], int]
 ) -> None:
     """Let every step of an engine verify ``nodes(batch, tier)`` nodes, roots included."""
-    policy: LengthPolicy = engine.core.policy
+    policy: LengthPolicy = engine.core.budgets.policy
     chosen = policy.choose
 
     def choose(view: StepView) -> Budget:
         batch, tier = view.batch, chosen(view).tier
         if not batch or tier.nodes == 1:
             return Budget(tier)
-        return Budget(tier, nodes(batch, tier), (1,) * batch, (tier.nodes,) * batch)
+        return Budget(tier, nodes(batch, tier), (tier.nodes,) * batch)
 
     monkeypatch.setattr(policy, "choose", choose)

@@ -13,8 +13,9 @@ import torch
 
 from overlap_spec.config import EMBEDDED, OVERLAP_MODES, EngineConfig
 from overlap_spec.models.packing import has_bfloat16
+from overlap_spec.models.tensors import parameter_count
 from overlap_spec.worker import cores
-from overlap_spec.worker.build import build_streams, overlap_mode, pick_dtype, weight_bytes
+from overlap_spec.worker.build import build_streams
 from overlap_spec.worker.cores import (
     BFLOAT16_BYTES,
     THREAD_BYTES,
@@ -23,6 +24,7 @@ from overlap_spec.worker.cores import (
     pick_float,
     pick_threads,
 )
+from overlap_spec.worker.site import overlap_mode, pick_dtype
 
 LARGE = 1 << 40
 
@@ -143,8 +145,8 @@ def test_auto_reads_the_checkpoint(
 def test_prefill_has_a_stream_of_its_own_where_a_core_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert 4e6 < weight_bytes(EngineConfig(), torch.int8) < 5e6
-    for module in ("build", "cores"):
+    assert 4e6 < parameter_count(EngineConfig().target_path) < 5e6
+    for module in ("build", "cores", "site"):
         monkeypatch.setattr(f"overlap_spec.worker.{module}.physical_cores", lambda: 2)
     for threads, apart in ((None, True), (1, True), (2, False)):
         config = EngineConfig.build(threads=threads, device="cpu")
@@ -161,7 +163,7 @@ def test_prefill_has_a_stream_of_its_own_where_a_core_is_left(
 def test_the_mode_is_serial_where_a_pass_takes_all_cores(
     monkeypatch: pytest.MonkeyPatch, physical: int, threads: int, want: str
 ) -> None:
-    for module in ("build", "cores"):
+    for module in ("build", "cores", "site"):
         monkeypatch.setattr(f"overlap_spec.worker.{module}.physical_cores", lambda: physical)
     settings = {"threads": threads, "device": "cpu"}
     assert overlap_mode(EngineConfig.build(**settings)) == want

@@ -12,7 +12,7 @@ import pytest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.steps import StepPlan
 from overlap_spec.types import SamplingParams
-from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker import build as build_module
 from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.passes import StepTensors
@@ -69,9 +69,9 @@ def test_verify_waits_for_no_results_on_a_gpu(
     first, settings = chaos.settings_of(tier, room)
     oracle = chaos.build(tiny, overlap="none", algorithm="none")
     chaos.start(monkeypatch, first)
-    traits = worker_module.traits_of
+    traits = build_module.traits_of
     monkeypatch.setattr(
-        worker_module, "traits_of", lambda runner: replace(traits(runner), verifies_ahead=True)
+        build_module, "traits_of", lambda phases: replace(traits(phases), verifies_ahead=True)
     )
     uploaded: list[int] = []
     verified: list[int] = []

@@ -25,9 +25,10 @@ from overlap_spec.models.quantization import (
     round_rows,
 )
 from overlap_spec.types import Output
-from overlap_spec.worker import build
-from overlap_spec.worker.build import build_streams, check_quantization
+from overlap_spec.worker import site
+from overlap_spec.worker.build import build_streams
 from overlap_spec.worker.cores import pass_threads
+from overlap_spec.worker.site import check_quantization
 from tests.support.tiers import few
 
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
@@ -147,7 +148,7 @@ def test_errors_name_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
         EngineConfig.build(quantization="int7")
     with pytest.raises(ConfigError, match="quantization 'int8' is for the CPU alone"):
         check_quantization("int8", torch.device("cuda"))
-    monkeypatch.setattr(build, "has_int8", lambda: False)
+    monkeypatch.setattr(site, "has_int8", lambda: False)
     with pytest.raises(ConfigError, match="quantization 'int8' needs a processor with AVX512-VNNI"):
         Engine(device="cpu", quantization="int8")
 
@@ -159,7 +160,7 @@ def test_threads_count_a_byte_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(weights)
         return 1
 
-    monkeypatch.setattr(build, "pick_threads", noted)
+    monkeypatch.setattr(site, "pick_threads", noted)
     for name in (None, "int8"):
         config = EngineConfig.build(
             device="cpu", dtype="float32", overlap="none", quantization=name

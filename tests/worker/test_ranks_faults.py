@@ -18,15 +18,15 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.engine import Engine
 from overlap_spec.engine import build as engine_build
-from overlap_spec.errors import EngineUnavailable
+from overlap_spec.errors import EngineUnavailable, NumericFault
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.parallel.group import Group
 from overlap_spec.parallel.processes import Processes
 from overlap_spec.steps import StepPlan
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.types import Request, SamplingParams
+from overlap_spec.worker import build as build_module
 from overlap_spec.worker import follower as follower_module
-from overlap_spec.worker import worker as worker_module
 from overlap_spec.worker.batch import PlanUpload, Staging
 from overlap_spec.worker.build import Room, build_worker
 from overlap_spec.worker.follower import Spans, follow
@@ -35,7 +35,6 @@ from overlap_spec.worker.lead import LeadWorker
 from overlap_spec.worker.messages import Call, encode_calls, pack_decision, take_decision
 from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
-from overlap_spec.worker.results import NOT_NUMBERS
 from overlap_spec.worker.streams import InlineStream, InlineStreams, Value
 from overlap_spec.worker.tables import SamplingFeatures
 from overlap_spec.worker.worker import Worker
@@ -119,7 +118,8 @@ def test_nothing_is_told_of_a_step_in_which_a_rank_was_lost(
     def lead(config: Any, *rest: Any) -> Worker:
         worker = build_worker(config, *rest)
         return LeadWorker(
-            worker.runner,
+            worker.phases,
+            worker.traits,
             worker.streams,
             config,
             rest[-1],
@@ -211,7 +211,7 @@ def test_sums_of_garbage_end_the_requests_and_nothing_else(tiny: dict[str, Any])
         asked = {"max_tokens": 60, "ignore_eos": True}
         for _ in range(2):
             for output in engine.generate(["abc"] * 2, grammars, asked):
-                assert output.error == NOT_NUMBERS
+                assert output.error == str(NumericFault())
 
 
 def a_step(tokens: list[int]) -> InFlightStep:
@@ -269,7 +269,7 @@ class Steps:
     def __init__(self, steps: int, look: Callable[[], tuple[int, ...]]) -> None:
         plan = StepPlan(0, Budget(Tier(0, 1, 1)), (0,), (), (7,), (False,), 9, ())
         (self.step,) = encode_calls(
-            [("upload", (plan,)), ("grow", (None,)), ("verify", ())], self.key
+            [("upload", (plan,)), ("draft", (None,)), ("verify", ())], self.key
         )
         (self.end,) = encode_calls([("close", ())], self.key)
         self.left, self.look, self.every = steps, look, steps // 10
@@ -287,7 +287,7 @@ class Steps:
 
 def followed(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Objects, spans and handles after every tenth of 20,000 steps of a follower."""
-    monkeypatch.setattr(worker_module, "Phases", NoPasses)
+    monkeypatch.setattr(build_module, "Phases", NoPasses)
     monkeypatch.setattr(follower_module, "KEPT_SPANS", 64)
     streams, spans = Noting(), Spans()
 

@@ -16,7 +16,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
 from overlap_spec.steps import BY_NONE, DEAD, FEW_TOKENS, LOST, STATE_WIDTH, TOLD
 from overlap_spec.tiers import Tier
-from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker import build as build_module
 from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.graphs import Tensors, TracedGraph, padded, padded_size
 from overlap_spec.worker.model_runner import ModelRunner
@@ -71,7 +71,7 @@ def close(mine: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 def tier_of(engine: Engine) -> Tier:
-    (tier,) = engine.core.policy.tiers
+    (tier,) = engine.core.budgets.policy.tiers
     return tier
 
 
@@ -202,7 +202,7 @@ def test_chains_of_all_lengths_have_the_same_recordings(tiny: dict[str, Any]) ->
     """The first draft, a further one, and their links, with states and without; verify, commit and
     extend."""
     with Engine(**tiny, adaptive="default") as engine:
-        assert len(engine.core.policy.tiers) == 3
+        assert len(engine.core.budgets.policy.tiers) == 3
         graphs = engine.core.worker.recordings
         engine.generate("a", None, {"max_tokens": 2})
         assert graphs.count == 9
@@ -229,7 +229,7 @@ def test_an_idle_moment_records_what_later_steps_want(tiny: dict[str, Any]) -> N
         while engine.prepare_next():
             pass
         ready = graphs.count
-        assert ready >= len(engine.core.policy.tiers)
+        assert ready >= len(engine.core.budgets.policy.tiers)
         engine.generate(list("abcdefghi"), None, {"max_tokens": 90})
         engine.generate(list("ab"), None, {"max_tokens": 9, "temperature": 1.0, "seed": 1})
         assert graphs.count == ready
@@ -256,7 +256,7 @@ def test_chaos_with_fixed_inputs_and_outputs(
     """What a replay overwrites has been read by then, whatever the streams' delays."""
     oracle = chaos.build(tiny, overlap="none", algorithm="none")
     chaos.start(monkeypatch, 7)
-    monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
+    monkeypatch.setattr(build_module, "recordings_of", held_graphs)
     settings = {**chaos.TIERS[tier], "mask_deadline_ms": None}
     with oracle, chaos.build(tiny, **settings) as engine:
         monkeypatch.setattr(DraftPhase, "_visible", all_columns)
@@ -274,7 +274,7 @@ def test_a_pass_takes_what_another_one_has_where_it_is(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tier: str
 ) -> None:
     """The draft's rows and pages alone come up to it; a commit gets choices, limits and runs."""
-    monkeypatch.setattr(worker_module, "recordings_of", held_graphs)
+    monkeypatch.setattr(build_module, "recordings_of", held_graphs)
     settings = {**chaos.TIERS[tier], "adaptive": "static", "overlap": "none"}
     with chaos.build(tiny, **settings) as engine:
         worker = engine.core.worker

@@ -10,7 +10,7 @@ import pytest
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import SamplingParams
-from overlap_spec.worker import worker as worker_module
+from overlap_spec.worker.in_flight import InFlightStep
 
 WAIT_S = 0.02
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, complete=False)
@@ -22,13 +22,13 @@ def test_masks_that_wait_for_a_core_expose_no_more_than_the_grammar_took(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, overlap: str
 ) -> None:
     """As where all cores are taken when the lane is done: nothing runs for 20 ms."""
-    upload = worker_module._upload_masks
+    upload = InFlightStep.upload_masks
 
     def late(*args: Any) -> Any:
         time.sleep(WAIT_S)
         return upload(*args)
 
-    monkeypatch.setattr(worker_module, "_upload_masks", late)
+    monkeypatch.setattr(InFlightStep, "upload_masks", late)
     with Engine(**tiny, overlap=overlap, context_length=128, adaptive="static") as engine:
         output = engine.generate("a", Grammar.regex("[a-z]{30}"), GREEDY)
         figures, timeline = engine.figures, engine.timeline

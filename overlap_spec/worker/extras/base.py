@@ -9,7 +9,6 @@ its file all else runs.
 
 from __future__ import annotations
 
-import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,22 +221,19 @@ def load(name: str) -> type[Extra]:
     Raises:
         InvalidRequest: there is none.
     """
-    part: type[Extra]
+    file, setting = f"{__package__}.{name}", name
     if ":" in name:
-        try:
-            part = own_class(name, Extra, "parts:")
-        except ConfigError as error:
-            raise InvalidRequest(str(error), "parts") from None
-        return part
-    if not (Path(__file__).parent / f"{name}.py").is_file():
+        file, setting = name, "parts"
+    elif not (Path(__file__).parent / f"{name}.py").is_file():
         raise InvalidRequest(
             f"{name}: this installation is without that part (overlap_spec/worker/extras/{name}.py)"
             ": leave it out, or install overlap-spec again",
             name,
         )
-    module = importlib.import_module(f"{__package__}.{name}")
-    types = (v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Extra))
-    (part,) = (v for v in types if v.__module__ == module.__name__)
+    try:
+        part: type[Extra] = own_class(file, Extra, f"{setting}:")
+    except ConfigError as error:
+        raise InvalidRequest(str(error), setting) from None
     return part
 
 

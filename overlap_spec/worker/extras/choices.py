@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from overlap_spec.errors import GrammarError, NumericFault
 from overlap_spec.grammar.drafting.text_tokens import TextTokens
 from overlap_spec.grammar.drafting.token_trie import TokenTrie, make_tries
-from overlap_spec.kernels import KeySpan, filter_probs, noise_keys
-from overlap_spec.kernels.sampling import WHOLE, draw
+from overlap_spec.kernels import KeySpan
+from overlap_spec.kernels.sampling import WHOLE, draw, filter_probs, noise_keys
 from overlap_spec.steps import Int64s, RowResult
 from overlap_spec.types import ChoiceProbability, Delta, Output, Request
 from overlap_spec.worker.batch import uploaded
@@ -38,7 +38,6 @@ from overlap_spec.worker.extras.base import (
     told_of,
 )
 from overlap_spec.worker.kv_pool import PagedAttend
-from overlap_spec.worker.results import NOT_NUMBERS
 
 # Nodes of one pass, and of all passes of a request.
 PASS_NODES, MOST_NODES = 256, 4096
@@ -94,8 +93,7 @@ class Shelf:
     def __init__(self, engine: Surroundings) -> None:
         self._cut, self._longest = TextTokens(engine.vocabulary, engine.encode), engine.longest
         self.stop_ids = tuple(engine.vocabulary.stop_ids)
-        self._lock = threading.Lock()
-        self._cuts: dict[str, tuple[tuple[str, ...], list[list[int]]]] = {}
+        self._cuts = lru_cache(CACHED)(self._cut_texts)
         # Those of the requests that are open.
         self._weighed: WeakValueDictionary[tuple[object, ...], Weighed] = WeakValueDictionary()
 
@@ -114,16 +112,12 @@ class Shelf:
             found = self._weighed[key] = self._make(source, room)
         return found
 
+    def _cut_texts(self, source: str) -> tuple[tuple[str, ...], list[list[int]]]:
+        texts = tuple(json.loads(source))
+        return texts, [self._cut(text) for text in texts]
+
     def _make(self, source: str, room: int) -> Weighed:
-        known = self._cuts.get(source)
-        if known is None:
-            texts = tuple(json.loads(source))
-            known = texts, [self._cut(text) for text in texts]
-            with self._lock:
-                if len(self._cuts) >= CACHED:
-                    del self._cuts[next(iter(self._cuts))]
-                self._cuts[source] = known
-        texts, cuts = known
+        texts, cuts = self._cuts(source)
         width = min(PASS_NODES, room)
         for text, tokens in zip(texts, cuts, strict=True):
             if not tokens:
@@ -258,7 +252,7 @@ class Choices(PassesBehind):
         weighed, request = self.weighed, self._request
         if not np.isfinite(weighed.logprobs).all():
             weighed.forget()
-            return row._replace(error=NumericFault(NOT_NUMBERS))
+            return row._replace(error=NumericFault())
         self._told = tuple(weighed.logprobs.tolist())
         if not request.grammar.faithful:
             return row
@@ -310,7 +304,11 @@ class _Layout:
         at, wanted = [], []
         for number, (ask, start) in enumerate(zip(asked, first.tolist(), strict=True)):
             trie = ask.what.trie
-            _mark_ancestors(self.mask[start : start + len(trie.tokens)], trie.parents)
+            # Every node sees itself and what is above it.
+            for node, parent in enumerate(trie.parents.tolist(), start):
+                if parent >= 0:
+                    self.mask[node] = self.mask[start + parent]
+                self.mask[node, node - start] = True
             # Below 0: after a chunk.
             at += [np.where(trie.parents < 0, -1 - number, start + trie.parents)]
             wanted += [trie.tokens]
@@ -333,14 +331,6 @@ class _Layout:
         nodes = self._at[self._roots :]
         low, high = self._roots + np.searchsorted(nodes, (start, end))
         return self._at[low:high] - start, self._wanted[low:high]
-
-
-def _mark_ancestors(mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]], parents: Int64s) -> None:
-    """Let every node see itself and what is above it."""
-    for node, parent in enumerate(parents.tolist()):
-        if parent >= 0:
-            mask[node] = mask[parent]
-        mask[node, node] = True
 
 
 def _gathered(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
