@@ -283,7 +283,7 @@ MUTANTS = (
         "overlap_spec/drafters/ngram.py",
         "[NgramTable(oldest, keep_all) for _ in range(size)]",
         "[NgramTable(not oldest, keep_all) for _ in range(size)]",
-        ("tests/drafters/test_lookup.py::test_options_say_which_continuation",),
+        ("tests/drafters/test_lookup.py::test_a_chain_is_what_a_plain_search_finds",),
     ),
 )
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.ngram import NgramDrafter, draft_of
+from overlap_spec.drafters.ngram import NgramDrafter
 from overlap_spec.drafters.suffix import SuffixDrafter, SuffixIndex
 from overlap_spec.drafters.text_pool import END, TOKENS_A_STEP
 from overlap_spec.engine import Engine
@@ -82,43 +82,12 @@ def test_a_chain_is_what_a_plain_search_finds(size: int, oldest: bool, keep_all:
             assert (np.diff(draft.scores, prepend=0.0) < 0).all()
 
 
-def test_prompt_and_output_are_both_searched() -> None:
-    of = drafter()
-    (draft,) = of.propose([History(0, [1, 2, 3, 4, 5, 6, 9], [8, 1, 2, 3])], CHAIN)
-    assert draft.tokens.tolist() == [4, 5, 6, 9, 8]
-    (draft,) = of.propose([History(0, [1, 2, 3, 4, 5, 6, 9], [8, 1, 2, 3, 7, 8, 1])], CHAIN)
-    assert draft.tokens.tolist() == [2, 3, 7, 8, 1]
-
-
-def test_options_say_which_continuation() -> None:
-    text = [1, 2, 10, 11, 1, 2, 20, 21, 1, 2, 30, 31, 1, 2]
-    assert chain(drafter(), text)[:2] == [30, 31]
-    assert chain(drafter(ngram_use_oldest=True), text)[:2] == [10, 11]
-    assert chain(drafter(ngram_keep_all=False), text)[:2] == [10, 11]
-    assert chain(drafter(ngram_max_matching_size=1), [5, 1, 2, 6, 9, 2, 7, 5, 1, 2])[0] == 7
-    assert chain(drafter(), [5, 1, 2, 6, 9, 2, 7, 5, 1, 2])[0] == 6
-    assert chain(drafter(), [1, 2, 3, 4]) == []
-
-
-def test_no_match_drafts_nothing() -> None:
-    assert len(draft_of([], TREE).tokens) == 0
-
-
 def test_the_longest_of_the_public_continuations_is_kept() -> None:
     of = drafter(ngram_public_pool=True, ngram_keep_all=False)
     of.forget(history([1, 2, 3]))
     of.forget(history([1, 2, 4, 5, 6]))
     of.forget(history([1, 2, 7, 8]))
     assert chain(of, [1, 2]) == [4, 5, 6]
-
-
-def test_text_ends_are_no_tokens() -> None:
-    of = drafter(ngram_public_pool=True)
-    for request in range(50):
-        of.forget(history([request % 7, 3], request))
-    for token in range(7):
-        for tier in (CHAIN, TREE):
-            assert END not in chain(of, [9, token], tier)
 
 
 # Suffixes

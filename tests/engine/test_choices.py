@@ -231,20 +231,6 @@ def test_draws_have_the_distribution_of_whole_texts(
     assert stats.chisquare(pairs[0][some], pairs[1][some]).pvalue > 1e-4
 
 
-def test_a_mask_over_tokens_draws_from_another_distribution(still: dict[str, Any]) -> None:
-    """What `faithful` is for: the first token's own odds know nothing of what follows."""
-    texts, count = ["ab", "a", "b", "ba", "c", "bb", "aa", "cc"], 600
-    asked = [{"temperature": 1, "max_tokens": 24, "seed": n} for n in range(count)]
-    with Engine(**still, adaptive="static", max_running_requests=32, context_length=128) as engine:
-        ids = engine.tokenizer.chat([{"role": "user", "content": PROMPTS[1]}])
-        told = engine.generate(ids, Grammar.choice(texts, probabilities=True), GREEDY)
-        outputs = engine.generate([ids] * count, Grammar.choice(texts), asked)
-    drawn = Counter(output.text for output in outputs)
-    shares = {choice.text: choice.probability for choice in told.choices}
-    distance = sum(abs(drawn[text] / count - shares[text]) for text in texts) / 2
-    assert distance > 0.05
-
-
 def test_with_a_cache_that_holds_few_requests(still: dict[str, Any]) -> None:
     grammar = Grammar.choice(TEXTS, probabilities=True)
     prompts = [f"{n} {PROMPTS[0]}" for n in range(9)]

@@ -180,24 +180,6 @@ def expected(compiled, fed: list[int], tree) -> np.ndarray:
     return rows
 
 
-def test_the_marker_inside_a_draft_starts_the_grammar(name: str) -> None:
-    compiled, _ = with_thinking(name, "letters", None)
-    matcher = compiled.matcher()
-    chain = [token(text) for text in ("1", "</", "think", ">a", "b", "1")]
-    n = len(chain)
-    rows = np.zeros((n, vocabulary().words), np.int32)
-    links = [np.array([*range(1, n), NONE]), np.full(n, NONE)]
-    matcher.fill_tree(np.array(chain), *links, rows)
-    flags = np.unpackbits(rows.view(np.uint8), bitorder="little").reshape(n, -1)
-    digit, brace = token("1"), token("{")
-    assert flags[:3, digit].all()
-    assert not flags[3:, [digit, brace]].any()
-    assert flags[3, token("b")]
-    assert flags[4, STOPS[0]]
-    assert not flags[:3, list(STOPS)].any()
-    assert not flags[5].any()
-
-
 def test_nothing_ends_inside_the_thinking(name: str) -> None:
     compiled, _ = with_thinking(name, "letters", None)
     matcher = compiled.matcher()

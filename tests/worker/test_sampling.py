@@ -416,8 +416,3 @@ def test_bad_sampling_fields_are_named(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
-
-
-def test_unknown_sampling_field_is_named() -> None:
-    with pytest.raises(InvalidRequest, match="temprature"):
-        SamplingParams.from_mapping({"temprature": 1})
