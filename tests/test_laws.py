@@ -72,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "speculation",
         "worker",
         "grammar",
+        "models",
         "timeline",
         "tokenizer",
     },
@@ -89,7 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "chat_template",
         "engine.arguments",
     },
-    "engine.request_handle": {"grammar", "engine.input_processor"},
+    "engine.request_handle": {"grammar"},
     "engine.output_processor": {"scheduler", "grammar", "engine.request_handle"},
     "engine": {
         "engine.arguments",
@@ -101,9 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.output_processor",
         "engine.request_handle",
         "engine.sequences",
-        "models",
         "timeline",
-        "tokenizer",
     },
     "ipc": {
         "engine",

@@ -18,6 +18,7 @@ from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.isolation.limits import CompileLimits
 from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.memory import MemoryCeiling, machine_bytes, rss_bytes
+from overlap_spec.models.config import read_config
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.scheduler.sequence import Sequence
 from overlap_spec.speculation.policy import LengthPolicy, RequestView, StepView
@@ -36,15 +37,14 @@ from overlap_spec.worker.warm_up import prepare, prepare_next, warm_up
 GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
 
 
-def build(
-    config: EngineConfig, tokenizer: Tokenizer
-) -> tuple[EngineCore, GrammarCompiler, Iterator[bool]]:
-    """An engine's core, ready for its first step, what compiles its grammars, and its
-    :func:`preparation`.
+def build(config: EngineConfig) -> tuple[Tokenizer, EngineCore, GrammarCompiler, Iterator[bool]]:
+    """The model's tokenizer, the engine's core, ready for its first step, what compiles its
+    grammars, and its :func:`preparation`.
 
     Raises:
         ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
     """
+    tokenizer = Tokenizer(config.target_path, read_config(config.target_path).vocab_size)
     compiler = GrammarCompiler(
         load(config.grammar_backend)(tokenizer.vocabulary),
         config.grammar_cache_bytes,
@@ -65,7 +65,7 @@ def build(
         raise
     traits = core.worker.traits
     compiler.makes_states = traits.reads_states or traits.guided
-    return core, compiler, preparation(core)
+    return tokenizer, core, compiler, preparation(core)
 
 
 def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:

@@ -14,11 +14,9 @@ from overlap_spec.engine.output_processor import OutputProcessor
 from overlap_spec.engine.request_handle import RequestHandle
 from overlap_spec.engine.sequences import SequenceMaker
 from overlap_spec.grammar.contract import CompiledGrammar
-from overlap_spec.models.config import read_config
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.stats import Standing
 from overlap_spec.timeline import Timeline
-from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Request
 
 
@@ -28,9 +26,7 @@ class EngineLoop:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        vocab_size = read_config(config.target_path).vocab_size
-        self.tokenizer = Tokenizer(config.target_path, vocab_size)
-        self.core, self.compiler, self._preparation = build(config, self.tokenizer)
+        self.tokenizer, self.core, self.compiler, self._preparation = build(config)
         assert self.compiler.ceiling is not None
         self.memory_limit_bytes = self.compiler.ceiling.most_bytes
         self.context_length = self.core.worker.traits.context_length
