@@ -139,7 +139,7 @@ def test_what_does_not_load_is_named(
 
 def test_it_needs_a_draft_model(tiny: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="algorithm 'dflash' needs draft"):
-        Engine(model=tiny["model"], algorithm="dflash")
+        Engine(model=tiny["model"], algorithm="dflash", grammar_isolated=False)
 
 
 def test_deeper_drafts_than_a_block_are_told(
