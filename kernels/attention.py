@@ -287,7 +287,8 @@ def move_kv(k_cache: Tensor, v_cache: Tensor, source: Tensor, target: Tensor) ->
     source, target = source.flatten(), target.flatten()
     for cache in (k_cache, v_cache):
         flat = cache.flatten(1, 2)
-        flat[:, target] = flat[:, source]
+        # Assigned to an index, a cache of one layer would have its size recorded.
+        flat.index_copy_(1, target, flat.index_select(1, source))
 
 
 @operation

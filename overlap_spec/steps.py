@@ -109,6 +109,9 @@ class Chunk:
     ``final``: the run ends the known text, and its last token is verified as a one-node tree.
     ``page_before``: the page that ends at ``start``, 0 at the start of the text. ``asks``: what
     optional parts ask of it, by name; ``behind``: slots behind it that one of them writes.
+    Of a model that has layers without keys ``state``: the slot of the states before it, None: none
+    at the start of the text, and those that the last chunk left after it; ``kept``: how many of its
+    tokens come before states that are kept, and in which slot.
     """
 
     row: int
@@ -118,6 +121,8 @@ class Chunk:
     page_before: int = 0
     behind: int = 0
     asks: Mapping[str, Any] = field(default_factory=dict)
+    state: int | None = None
+    kept: tuple[tuple[int, int], ...] = ()
 
     @property
     def comes_again(self) -> bool:

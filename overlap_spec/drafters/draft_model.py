@@ -60,7 +60,13 @@ class DraftModelDrafter(TreeDrafter):
         path, embedding = config.draft_path, target.embed_tokens.weight
         if path is None:
             raise ConfigError("algorithm 'draft_model' needs draft, the folder of a checkpoint")
-        sizes = read_config(path).vocab_size, target.config.vocab_size
+        shape = read_config(path)
+        if shape.delta is not None:
+            raise ConfigError(
+                f"draft: {shape.architecture} has layers that keep states, which drafts would "
+                "change: take a model whose layers all attend to keys"
+            )
+        sizes = shape.vocab_size, target.config.vocab_size
         vocabulary = map_vocabulary(path, config.target_path, *sizes)
         if vocabulary.drafted is not None:
             log.info("%s has %.1f%% of the target's tokens", path, 100 * vocabulary.share)

@@ -109,6 +109,7 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
         reserve_tokens=wider if widens else reserve,
         assign=assign,
         reuse=config.prefix_cache,
+        state_slots=traits.state_slots,
     )
     fixed = nearest_tier(config, tiers)
     budgets = Budgets(policy, fixed, worker.guard, told, widens, config.tpot_slo_ms)
@@ -160,7 +161,7 @@ def _ceiling(most_bytes: int | None, core: EngineCore) -> MemoryCeiling:
     state, rest = core.snapshot(), rss_bytes()
     if not core.worker.traits.on_gpu:
         # Pages take their memory when they are first written.
-        rest += state["kv_bytes"] - state["kv_touched_bytes"]
+        rest += state["kv_bytes"] - state["kv_touched_bytes"] + state["state_bytes"]
     if most_bytes is None:
         # Most is left to the machine's other processes, compile workers among them.
         most_bytes = rest + max(0, machine_bytes() - rest) // 4

@@ -160,6 +160,7 @@ class EngineCore:
             "pages": allocator.total,
             "kv_bytes": allocator.total * self.worker.traits.page_bytes,
             "kv_touched_bytes": allocator.touched * self.worker.traits.page_bytes,
+            "state_bytes": self.worker.traits.state_bytes,
             "matchers": len(self.grammar.matchers),
             "graph_bytes": self.worker.recordings.bytes,
             "rank_pids": list(self.worker.rank_pids),

@@ -32,7 +32,11 @@ class EngineLoop:
         self.context_length = self.core.worker.traits.context_length
         self.limits = Limits(self.context_length, self.core.scheduler.allocator.longest)
         self.sequences = SequenceMaker(
-            self.tokenizer, self.limits, self.core.budgets.widens, config.complete
+            self.tokenizer,
+            self.limits,
+            self.core.budgets.widens,
+            config.complete,
+            self.core.worker.traits.state_bytes > 0,
         )
         self.output_processor = OutputProcessor(self.compiler.check)
         self._calls = Calls()

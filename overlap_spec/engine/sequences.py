@@ -26,12 +26,17 @@ class SequenceMaker:
     Args:
         tries: Whether drafts may be the few texts that an output can be.
         complete: Whether outputs under a grammar come to their end, where a request does not say.
+        has_states: Whether the target has layers that keep a state.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, tries: bool, complete: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, limits: Limits, tries: bool, complete: bool, has_states: bool
+    ) -> None:
         self._tokenizer, self._tries, self._complete = tokenizer, tries, complete
         longest = min(limits.context_tokens, limits.cache_tokens)
-        self._surroundings = Surroundings(tokenizer.vocabulary, tokenizer.encode, longest)
+        self._surroundings = Surroundings(
+            tokenizer.vocabulary, tokenizer.encode, longest, has_states
+        )
         self._output_tries = OutputTries(tokenizer.vocabulary, tokenizer.encode)
         self._ids = itertools.count()
 

@@ -51,6 +51,12 @@ MOST = {
     "n_group": 2**12,
     "topk_group": 2**12,
     "moe_layer_freq": 2**12,
+    "linear_conv_kernel_dim": 2**12,
+    "linear_key_head_dim": 2**12,
+    "linear_value_head_dim": 2**12,
+    "linear_num_key_heads": 2**12,
+    "linear_num_value_heads": 2**12,
+    "full_attention_interval": 2**12,
 }
 # Of an MLP with gates, and of one without.
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -141,6 +147,37 @@ class LatentConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Shape of the layers that have gated delta networks in the place of attention (arXiv
+    2412.06464): of a text they keep a state, and no keys.
+
+    Attributes:
+        layers: One entry a layer: whether it is one of them.
+        key_heads, key_dim: Of queries, and of keys.
+        groups: Heads of values to each head of keys.
+        value_dim: Of each of these.
+        taps: Tokens that the convolution before them reads: the token itself, and those before it.
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    key_dim: int
+    groups: int
+    value_dim: int
+    taps: int
+
+    @property
+    def value_channels(self) -> int:
+        """Of the values of all heads."""
+        return self.key_heads * self.groups * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of queries, keys and values, which the convolution reads."""
+        return 2 * self.key_heads * self.key_dim + self.value_channels
+
+
+@dataclass(frozen=True)
 class Layout:
     """How a file holds the weights, where it is not as Llama's does.
 
@@ -150,6 +187,7 @@ class Layout:
         grouped: The rows of ``qkv_proj`` lie by heads of keys: the queries of each, it, its values.
         transposed: The matrices of layers lie as ``(inputs, outputs)``.
         norms_apart: Norms of heads are a tensor each.
+        joined_experts: All experts of a layer are one tensor, as they are here.
         ignored: Ends of names that stand for no weight.
     """
 
@@ -158,6 +196,7 @@ class Layout:
     grouped: bool = False
     transposed: bool = False
     norms_apart: bool = False
+    joined_experts: bool = False
     ignored: tuple[str, ...] = ()
 
     def in_file(self, name: str) -> str:
@@ -189,6 +228,8 @@ class ModelConfig:
             stream, and logits are multiplied by.
         query_scale: Factor of the attention's products; None: ``head_dim ** -0.5``.
         score_cap, logit_cap: Soft caps c of attention scores and logits x: ``c * tanh(x / c)``.
+        output_gate: What each head attended is multiplied with a gate of its own, whose rows stand
+            behind the head's query in the file.
         sinks: Each head has a sink, as :class:`overlap_spec.kernels.Scoring` says.
         unit_offset: The file's norm weights are the factors less 1.
         sandwich_norms: What attention and MLP add to the stream is normed, too.
@@ -197,6 +238,7 @@ class ModelConfig:
             reads what the attention made of it.
         layout: How the file holds the weights.
         latent: None: each head has keys and values of its own, or shares another one's.
+        delta: None: every layer attends to keys.
         experts: None: every layer has one MLP.
         beside_vision: The file holds a vision tower, too, and the text model under a name.
         shard: The part that this process holds. All other fields are of the whole model.
@@ -233,6 +275,7 @@ class ModelConfig:
     query_scale: float | None = None
     score_cap: float | None = None
     logit_cap: float | None = None
+    output_gate: bool = False
     sinks: bool = False
     unit_offset: bool = False
     sandwich_norms: bool = False
@@ -240,6 +283,7 @@ class ModelConfig:
     parallel_norms: int = 0
     layout: Layout = Layout()
     latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
     experts: ExpertsConfig | None = None
     beside_vision: bool = False
     shard: Shard = WHOLE
@@ -258,6 +302,12 @@ class ModelConfig:
     def value_dim(self) -> int:
         """Channels of a head's values that are cached; of its keys they are ``head_dim``."""
         return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
+    def key_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have keys."""
+        every = range(self.num_layers)
+        return tuple(i for i in every if self.delta is None or not self.delta.layers[i])
 
     def fits(self, shard: Shard) -> bool:
         """Whether the model can be cut into ``shard.size`` parts."""
@@ -288,6 +338,11 @@ class ModelConfig:
             raise ConfigError(
                 f"tensor_parallel_size {size}: {self.architecture}'s latents (kv_lora_rank) cannot "
                 "be cut: leave it out"
+            )
+        if size > 1 and self.delta is not None:
+            raise ConfigError(
+                f"tensor_parallel_size {size}: {self.architecture}'s gated delta networks "
+                "(linear_num_value_heads) cannot be cut: leave it out"
             )
         if size > 1 and (self.joint_qk_norm or self.layout.norms_apart):
             raise ConfigError(

@@ -25,6 +25,7 @@ from overlap_spec.kernels import (
     silu_and_mul,
 )
 from overlap_spec.models.config import LatentConfig, ModelConfig
+from overlap_spec.models.delta import GatedDelta
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.rope import channel_order, rope_table
 
@@ -93,7 +94,8 @@ class Attend(Protocol):
 
     def __call__(self, layer: int, heads: Any) -> Tensor:
         """``T`` tokens' :class:`Heads` or :class:`Latents` → ``(T, heads * D)``, of latents
-        ``(T, heads * V)``."""
+        ``(T, heads * V)``; or what flows into states (:class:`overlap_spec.models.delta.Flow`)
+        → ``(T, heads * V)``."""
 
 
 class RMSNorm(nn.Module):
@@ -191,7 +193,9 @@ class Attention(nn.Module):
             config.own_kv_heads,
             config.head_dim,
         )
-        total = (self.heads + 2 * self.kv_heads) * self.head_dim
+        # Those of gates, which go before the queries.
+        self.gates = self.heads if config.output_gate else 0
+        total = (self.gates + self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv_proj = nn.Linear(input_size, total, bias=config.qkv_bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.o_bias)
         self.qk_norm: nn.Module | None = None
@@ -213,7 +217,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, rotary: Tensor) -> Heads:
         """Queries, keys and values of ``x (T, input_size)``."""
-        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        return self._heads(self.qkv_proj(x).view(x.shape[0], -1, self.head_dim), rotary)
+
+    def _heads(self, qkv: Tensor, rotary: Tensor) -> Heads:
+        """Of what the product has made, ``(T, heads + 2 * kv_heads, D)``."""
         norm = None
         if isinstance(self.qk_norm, RMSNorm):
             norm = self.qk_norm.weight, self.qk_norm.eps
@@ -224,8 +231,14 @@ class Attention(nn.Module):
         return Heads(qkv, rotary, self.kv_heads, norm, scoring)
 
     def forward(self, x: Tensor, rotary: Tensor, attend: Attend, layer: int) -> Tensor:
-        out: Tensor = self.o_proj(attend(layer, self.project(x, rotary)))
-        return out
+        if not self.gates:
+            out: Tensor = self.o_proj(attend(layer, self.project(x, rotary)))
+            return out
+        every = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        gates, qkv = every[:, : self.gates], every[:, self.gates :]
+        attended = attend(layer, self._heads(qkv, rotary))
+        gated: Tensor = self.o_proj(attended * F.sigmoid(gates.flatten(1)))
+        return gated
 
 
 class LatentAttention(nn.Module):
@@ -318,8 +331,10 @@ class PlainMLP(nn.Module):
         return out
 
 
-def make_attention(config: ModelConfig) -> Attention | LatentAttention:
-    """The attention of a layer that reads the stream."""
+def make_attention(config: ModelConfig, number: int) -> Attention | LatentAttention | GatedDelta:
+    """The attention of layer ``number``, or what it has in the place of one."""
+    if config.delta is not None and config.delta.layers[number]:
+        return GatedDelta(config.hidden_size, config.delta, config.rms_norm_eps)
     if config.latent is not None:
         return LatentAttention(config, config.latent)
     return Attention(config, config.hidden_size)
@@ -345,7 +360,7 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, number: int = 0) -> None:
         super().__init__()
         self.input_layernorm = make_norm(config) if config.pre_norms else NoNorm()
-        self.self_attn = make_attention(config)
+        self.self_attn = make_attention(config, number)
         self.post_attention_layernorm = make_norm(config)
         self.mlp = make_mlp(config, number)
         self.residual_scale = config.residual_scale
@@ -410,11 +425,11 @@ def embedding(rows: int, width: int) -> nn.Embedding:
 
 def widen(model: nn.Module, config: ModelConfig) -> None:
     """Keep in float32 what the published models do: norm weights where the file has them less 1, as
-    half precision would round the sum; and routers whose scores are of that type."""
+    half precision would round the sum; routers whose scores are of that type; and decays."""
     for module in model.modules():
         if config.unit_offset and isinstance(module, RMSNorm):
             module.float()
-        elif isinstance(module, Experts):
+        elif isinstance(module, Experts | GatedDelta):
             module.widen()
 
 

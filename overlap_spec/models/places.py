@@ -22,6 +22,7 @@ from overlap_spec.models.decoder import (
     LatentAttention,
     RMSNorm,
 )
+from overlap_spec.models.delta import GatedDelta
 from overlap_spec.models.eagle3 import FusingHead
 from overlap_spec.models.experts import Experts
 from overlap_spec.models.mtp import MtpModule
@@ -30,6 +31,11 @@ PARTS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "qk_norm": ("q_norm", "k_norm"),
+}
+# The same of gated delta networks.
+DELTA_PARTS = {
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 EXPERTS = re.compile(r"(.+\.mlp)\.experts\.(gate_up_proj|down_proj)")
 # What a published name calls a part of an expert, or of all of them.
@@ -98,11 +104,12 @@ def places(module: nn.Module) -> dict[str, Place]:
     found: dict[str, Place] = {}
     decoder = module if isinstance(module, Decoder) else None
     config, vocabularies = _cuttable(module)
+    shape = module.config if isinstance(module, Decoder | MtpModule) else None
     for name, tensor in module.state_dict().items():
         if tied(module) and name == "lm_head.weight":
             continue
         for part, place in parts(module, name, tensor):
-            if decoder is not None and decoder.config.unit_offset and part.endswith("norm.weight"):
+            if shape is not None and shape.unit_offset and _has_offset(part):
                 place = place._replace(offset=1.0)
             if decoder is not None and part.startswith("layers.") and place.view.dim() == 2:
                 place = place._replace(transposed=decoder.config.layout.transposed)
@@ -114,6 +121,11 @@ def places(module: nn.Module) -> dict[str, Place]:
                 part = module.config.layout.in_file(part)
             found[part] = place
     return found
+
+
+def _has_offset(part: str) -> bool:
+    """Whether a tensor is a norm's weight less 1, in files that have norms so."""
+    return part.endswith("norm.weight") and ".linear_attn." not in part
 
 
 def file_name(config: ModelConfig, part: str) -> str:
@@ -211,7 +223,8 @@ def part_views(module: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
         return [tensor]
     heads, kv_heads = attention.heads, attention.kv_heads
     if ".qkv_proj." in name:
-        return list(tensor.split([n * attention.head_dim for n in (heads, kv_heads, kv_heads)]))
+        each = attention.gates + heads, kv_heads, kv_heads
+        return list(tensor.split([n * attention.head_dim for n in each]))
     if ".qk_norm." in name:
         return [tensor[:heads], tensor[heads:]]
     return [tensor]
@@ -227,13 +240,17 @@ def _attention(module: nn.Module, name: str) -> Attention | None:
 
 def parts(module: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Place]]:
     """Published names and places of parameter ``name`` of ``module``."""
+    layout = module.config.layout if isinstance(module, Decoder | MtpModule) else Layout()
     if expert := EXPERTS.fullmatch(name):
-        return _expert_parts(module, expert[1], expert[2], tensor)
+        return _expert_parts(module, expert[1], expert[2], tensor, layout.joined_experts)
+    before, inside, rest = name.partition(".self_attn.")
+    delta = module.get_submodule(f"{before}.self_attn") if inside else None
+    if isinstance(delta, GatedDelta):
+        return _delta_parts(delta, f"{before}.linear_attn", rest, tensor, layout)
     fused = next((each for each in PARTS if f".{each}." in name), None)
     if fused is None:
         return [(name, Place(tensor, _latent_order(module, name)))]
     orders = _orders(module, name)
-    layout = module.config.layout if isinstance(module, Decoder) else Layout()
     if fused in layout.fused:
         order = None if orders is None else _behind_each_other(orders)
         if fused == "qkv_proj" and layout.grouped:
@@ -256,6 +273,25 @@ def parts(module: nn.Module, name: str, tensor: Tensor) -> list[tuple[str, Place
             norm = module.get_submodule(name.removesuffix(".weight"))
             found.append((own, _norm_place(norm, view, order)))
     return found
+
+
+def _delta_parts(
+    delta: GatedDelta, name: str, inside: str, tensor: Tensor, layout: Layout
+) -> list[tuple[str, Place]]:
+    """Of the part ``inside`` of a gated delta network, which files call ``name``: of its products
+    the rows lie by heads of keys, or each is two."""
+    if inside in ("conv1d", "norm"):
+        inside += ".weight"
+    layer = inside.split(".")[0]
+    sizes, heads = delta.rows_of_head(layer), delta.config.key_heads
+    if sizes is None:
+        return [(f"{name}.{inside}", Place(tensor))]
+    if layer in layout.fused:
+        by_head = torch.arange(len(tensor)).view(heads, -1).split(sizes, 1)
+        return [(f"{name}.{inside}", Place(tensor, torch.cat([x.flatten() for x in by_head])))]
+    views = tensor.split([heads * sum(sizes[:-1]), heads * sizes[-1]])
+    names = (inside.replace(layer, part) for part in DELTA_PARTS[layer])
+    return [(f"{name}.{own}", Place(view)) for own, view in zip(names, views, strict=True)]
 
 
 def _norm_place(norm: nn.Module, weight: Tensor, order: Tensor | None) -> Place:
@@ -295,14 +331,21 @@ def part_names(module: nn.Module, name: str, tensor: Tensor) -> list[str]:
 def _orders(module: nn.Module, name: str) -> list[Tensor] | None:
     """The order of each part's rows, where the channels of heads are not kept as in the file."""
     attention = _attention(module, name)
-    if attention is None or attention.channels is None:
+    if attention is None or (attention.channels is None and not attention.gates):
         return None
     dim, order = attention.head_dim, attention.channels
+    if order is None:
+        order = torch.arange(dim)
     if ".qk_norm." in name:
         return [order, order]
-    counts = attention.heads, attention.kv_heads
-    turned = [(torch.arange(n)[:, None] * dim + order).flatten() for n in counts]
-    return [*turned, torch.arange(attention.kv_heads * dim)]
+    heads = torch.arange(attention.heads + attention.gates)[:, None] * dim
+    queries = (heads + order).flatten()
+    if attention.gates:
+        # In the file each query stands before its gate.
+        gates = heads[1::2] + torch.arange(dim)
+        queries = torch.cat([gates.flatten(), (heads[::2] + order).flatten()])
+    keys = torch.arange(attention.kv_heads)[:, None] * dim
+    return [queries, (keys + order).flatten(), torch.arange(keys.numel() * dim)]
 
 
 def _behind_each_other(orders: list[Tensor]) -> Tensor:
@@ -311,12 +354,12 @@ def _behind_each_other(orders: list[Tensor]) -> Tensor:
 
 
 def _expert_parts(
-    module: nn.Module, mlp: str, kind: str, tensor: Tensor
+    module: nn.Module, mlp: str, kind: str, tensor: Tensor, joined: bool
 ) -> list[tuple[str, Place]]:
     """Each expert's own matrices, or all of them as one where the file has it so."""
     experts = module.get_submodule(mlp)
     assert isinstance(experts, Experts)
-    if experts.config.limit is not None:
+    if joined or experts.config.limit is not None:
         return [(f"{mlp}.experts.{kind}", Place(tensor))]
     found = []
     for number, matrix in enumerate(tensor):

@@ -41,7 +41,7 @@ Fusing = TypeVar("Fusing", bound=FusingHead)
 # (measured over gloo: docs/parallel.md).
 SPLIT_HEAD_BYTES = 64 << 20
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 LATER_NORM = re.compile(r"^(layers\.\d+)\.hidden_norm\.")
 # What a weight may be stored in as it is; a number of fewer bits stands for another.
 WHOLE_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -185,6 +185,7 @@ def load_decoder(
     tied = config.tie_embeddings and "lm_head.weight" not in names
     shard = WHOLE if collectives is None else collectives.shard
     config = replace(config, max_position=max_position or limit, tie_embeddings=tied, shard=shard)
+    config = _of_names(config, [name for name in names if name.startswith(inside)])
     config.check_shard()
     with torch.device("meta"):
         decoder = Decoder(config).to(dtype)
@@ -209,6 +210,13 @@ def load_decoder(
     if collectives is not None:
         join(decoder, collectives)
     return decoder.eval().requires_grad_(False)
+
+
+def _of_names(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """``config`` with what is left to the names of a file's tensors: whether a layer's experts are
+    one tensor each."""
+    joined = any(name.endswith(".mlp.experts.gate_up_proj") for name in names)
+    return replace(config, layout=replace(config.layout, joined_experts=joined))
 
 
 def _hold_grids(decoder: Decoder, path: Path, rename: Callable[[str], str]) -> list[str]:
@@ -371,8 +379,11 @@ def load_mtp(path: Path, target: Decoder, dtype: torch.dtype) -> MtpModule:
     # As the target's last one.
     experts = shape.experts and replace(shape.experts, layers=shape.experts.layers[-1:])
     windows = shape.sliding_windows[-1:]
-    layer = replace(shape, num_layers=1, sliding_windows=windows, experts=experts, shard=WHOLE)
+    layer = replace(
+        shape, num_layers=1, sliding_windows=windows, experts=experts, delta=None, shard=WHOLE
+    )
     stored = {names.own(name) for name in tensor_names(path)}
+    layer = _of_names(layer, [name for name in stored if name.startswith("layer.")])
     with torch.device("meta"):
         module = MtpModule(layer, "embed_tokens.weight" in stored, "head.weight" in stored)
     module.to(dtype)

@@ -4,9 +4,11 @@ numbers."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from overlap_spec.scheduler.prefix import Node, PrefixTree
 from overlap_spec.scheduler.sequence import Sequence
+from overlap_spec.steps import Chunk
 
 Grant = tuple[int, int, tuple[int, ...]]
 
@@ -84,6 +86,10 @@ class PageAllocator:
         sequence.pages += pages
 
     def known(self, sequence: Sequence) -> list[Node]:
+        """Pages with the first tokens of a sequence that has not begun, behind which it can."""
+        return self.tree.start(self._alike(sequence))
+
+    def _alike(self, sequence: Sequence) -> list[Node]:
         """Pages with the first tokens of a sequence that has not begun."""
         if not self._reuse or sequence.planned_tokens or sequence.pages:
             return []
@@ -92,8 +98,14 @@ class PageAllocator:
 
     def begin(self, sequence: Sequence) -> None:
         """Before its first chunk: let a sequence start after pages that hold its first tokens."""
-        path = self.known(sequence)
+        alike = self._alike(sequence)
+        if alike:
+            sequence.branch_tokens = len(alike) * self.size
+        path = self.tree.start(alike)
         if path:
+            if self.tree.has_states:
+                sequence.start = path[-1]
+                sequence.start.starting += 1
             self.tree.acquire(path)
             sequence.path = path
             sequence.pages = [node.page for node in path]
@@ -107,9 +119,39 @@ class PageAllocator:
             known, salt = sequence.tokens(0, tokens), sequence.request.page_salt
             self.tree.insert(known, sequence.pages, sequence.path, salt)
 
+    def with_states(self, sequence: Sequence, chunk: Chunk, step: int) -> Chunk:
+        """A chunk of ``step`` that is planned, told from which states it starts, and which of them
+        are kept: those behind the last page after which the same prompt can start, and those where
+        the prompts of others went another way."""
+        if not self.tree.has_states:
+            return chunk
+        start, last = self._begun(sequence), (sequence.prefill_tokens - 1) // self.size
+        kept = []
+        for page in sorted({sequence.branch_tokens // self.size, last}):
+            behind = page * self.size - chunk.start
+            if 0 < behind <= len(chunk.tokens) and page <= len(sequence.path):
+                slot = self.tree.keep(sequence.path[page - 1], step)
+                kept += [] if slot is None else [(behind, slot)]
+        return replace(chunk, state=start, kept=tuple(kept))
+
+    def _begun(self, sequence: Sequence) -> int | None:
+        """The slot of the states that a sequence has waited to start from, which it now does."""
+        node, sequence.start = sequence.start, None
+        if node is None:
+            return None
+        node.starting -= 1
+        return node.state
+
+    def merge(self, sequences: Iterable[Sequence]) -> None:
+        """Free the tree's pages of tokens that a sequence has computed again, where it alone holds
+        them: its own take their place."""
+        for sequence in sequences:
+            self.free(self.tree.merge(sequence.path, sequence.pages))
+
     def take_back(self, sequence: Sequence) -> None:
         """Take all pages from a sequence that leaves its row."""
         self.granted = [grant for grant in self.granted if grant[0] != sequence.row]
+        self._begun(sequence)
         if sequence.error is None and not sequence.untrusted:
             self.offer(sequence, sequence.committed_tokens)
         shared = {node.page for node in sequence.path}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 # The tokens of a page, behind the salt of a path's first.
@@ -12,13 +12,20 @@ Tokens = tuple[int | str, ...]
 
 @dataclass(eq=False)
 class Node:
-    """One full page after its parent's. ``holders``: sequences on whose path it lies."""
+    """One full page after its parent's.
+
+    ``holders``: sequences on whose path it lies. ``state``: the slot of the states at its end, of
+    step ``since``; None: none are kept. ``starting``: sequences that have yet to start from them.
+    """
 
     parent: Node | None
     tokens: Tokens
     page: int
     holders: int = 0
     detached: bool = False
+    state: int | None = None
+    since: int = 0
+    starting: int = 0
     children: dict[Tokens, Node] = field(default_factory=dict)
 
 
@@ -30,10 +37,15 @@ class PrefixTree:
 
     Args:
         page_size: Tokens of a page.
+        slots: For states at the ends of pages, of a model that has layers without keys; None: who
+            has the pages has all.
     """
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, slots: Iterable[int] | None = None) -> None:
         self.page_size = page_size
+        self.has_states, self._slots = slots is not None, [*(slots or ())]
+        # Those that have one, used longest ago first.
+        self._with_state: OrderedDict[Node, None] = OrderedDict()
         self._root = Node(None, (), 0)
         self._idle: OrderedDict[Node, None] = OrderedDict()
 
@@ -53,6 +65,38 @@ class PrefixTree:
             path.append(child)
             node = child
         return path
+
+    def start(self, path: list[Node]) -> list[Node]:
+        """The nodes of a path behind which a sequence can start: all, or those up to the last at
+        whose end states are kept."""
+        last = len(path)
+        while self.has_states and last and path[last - 1].state is None:
+            last -= 1
+        if self.has_states and last:
+            self._with_state.move_to_end(path[last - 1])
+        return path[:last]
+
+    def keep(self, node: Node, step: int) -> int | None:
+        """A slot for the states at a node's end, which ``step`` computes; None: they are kept, or
+        every slot is one that this step writes or that a sequence has yet to start from."""
+        if node.state is not None or node.detached:
+            return None
+        if not self._slots:
+            olds = (n for n in self._with_state if n.since < step and not n.starting)
+            old = next(olds, None)
+            if old is None:
+                return None
+            self._forget(old)
+        node.state, node.since = self._slots.pop(), step
+        self._with_state[node] = None
+        return node.state
+
+    def _forget(self, node: Node) -> None:
+        """Keep no states at a node's end."""
+        if node.state is not None:
+            del self._with_state[node]
+            self._slots.append(node.state)
+            node.state = None
 
     def acquire(self, path: Sequence[Node]) -> None:
         """Keep nodes from being evicted until they are let go."""
@@ -85,6 +129,16 @@ class PrefixTree:
             path.append(child)
             node = child
 
+    def merge(self, path: Sequence[Node], pages: Sequence[int]) -> list[int]:
+        """Give the nodes of a path that its sequence alone holds, and has computed again, its own
+        pages; those that this frees."""
+        freed = []
+        for node, own in zip(path, pages, strict=False):
+            if node.page != own and node.holders == 1 and not node.detached:
+                freed.append(node.page)
+                node.page = own
+        return freed
+
     def release(self, path: Sequence[Node]) -> list[int]:
         """Undo the holds of a path; pages of detached nodes that this frees."""
         freed = []
@@ -104,6 +158,7 @@ class PrefixTree:
             assert node.parent is not None
             assert not node.children
             del node.parent.children[node.tokens]
+            self._forget(node)
             pages.append(node.page)
         return pages
 
@@ -121,6 +176,7 @@ class PrefixTree:
         while todo:
             node = todo.pop()
             node.detached = True
+            self._forget(node)
             todo += node.children.values()
             if node in self._idle:
                 del self._idle[node]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from overlap_spec.scheduler.pages import PageAllocator
 from overlap_spec.scheduler.prefill import Prefill
@@ -35,6 +35,7 @@ class Scheduler:
         reserve_tokens: Slots after the committed length that a running sequence owns.
         assign: Called with a sequence that has just got its row.
         reuse: Whether pages are kept for prompts that start alike.
+        state_slots: Of a model that has layers without keys: where states are kept with pages.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Scheduler:
         reserve_tokens: int,
         assign: Callable[[Sequence], None],
         reuse: bool = True,
+        state_slots: Iterable[int] | None = None,
     ) -> None:
-        self.allocator = PageAllocator(pages, PrefixTree(page_size), reserve_tokens, reuse)
+        tree = PrefixTree(page_size, state_slots)
+        self.allocator = PageAllocator(pages, tree, reserve_tokens, reuse)
         self.reserve_tokens = reserve_tokens
         # One that was preempted keeps the place of its arrival.
         self.waiting: FairQueue[Sequence] = FairQueue(
@@ -97,9 +100,10 @@ class Scheduler:
         if not members:
             return None
         self._steps += 1
-        for sequence, chunk in chunks:
+        for number, (sequence, chunk) in enumerate(chunks):
             sequence.planned_tokens += 0 if chunk.comes_again else len(chunk.tokens)
             self.allocator.offer(sequence, sequence.planned_tokens)
+            chunks[number] = sequence, self.allocator.with_states(sequence, chunk, self._steps)
         for sequence in members:
             sequence.last_step = self._steps
         pages = self.allocator
@@ -230,6 +234,8 @@ class Scheduler:
         missing = self.allocator.needed(tokens) - len(sequence.pages)
         if missing <= 0:
             return True
+        if missing > self.allocator.free_count:
+            self.allocator.merge(self.running)
         while missing > self.allocator.free_count:
             if self._committed < self._steps:
                 return False

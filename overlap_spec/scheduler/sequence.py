@@ -25,7 +25,9 @@ class Sequence:
     ``committed_tokens``: tokens of prompt + output whose keys are cached, as far as results are
     known: the device may be one step ahead. ``prefill_tokens``: tokens known when it was admitted,
     the last of which is verified as a one-node tree; ``planned_tokens`` of them are computed or
-    under way. ``path``: nodes of the prefix tree that it holds. ``row`` is -1 while the sequence
+    under way. ``path``: nodes of the prefix tree that it holds; ``start``: that
+    from whose states its first chunk starts, until this is planned; ``branch_tokens``: how far
+    others have begun alike. ``row`` is -1 while the sequence
     waits; ``last_step`` is the last that it is part of. ``maps``: what drafts read of its
     grammar, where it has such: its table of states, and the trie of the texts that its whole
     output can be. ``guide``: what drafters on the host read of it. ``extras``: the
@@ -45,6 +47,8 @@ class Sequence:
     last_step: int = 0
     pages: list[int] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)
+    start: Node | None = None
+    branch_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     tier: Tier | None = None

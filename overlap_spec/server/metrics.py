@@ -162,6 +162,7 @@ def _engine(state: dict[str, Any]) -> Iterable[Metric]:
             "kv_touched_bytes",
             "Memory of the pages that were in use so far: on a CPU, what the cache has taken.",
         ),
+        "state_bytes": ("state_bytes", "Memory of the states of layers without keys."),
         "engine_resident_bytes": ("rss_bytes", "Resident memory of the engine's process."),
     }
     for name, (key, about) in gauges.items():

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.decoder import Heads, Latents
+from overlap_spec.models.delta import Flow
 
 # Up to this width the plain products beat the fused kernel, whose backward pass on the CPU costs
 # several times its forward pass.
@@ -25,12 +26,12 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attended
 
 
-def usual(heads: Heads | Latents) -> tuple[Tensor, Tensor, Tensor]:
+def usual(heads: Heads | Latents | Flow) -> tuple[Tensor, Tensor, Tensor]:
     """See :meth:`~overlap_spec.models.decoder.Heads.rotated`; ConfigError where that is not all."""
-    if isinstance(heads, Latents) or any(rule is not None for rule in heads.scoring):
+    if isinstance(heads, Latents | Flow) or any(rule is not None for rule in heads.scoring):
         raise ConfigError(
-            "model: training reads no target with soft caps, sinks, latents or a scale of its own "
-            "in its attention: take another"
+            "model: training reads no target with soft caps, sinks, latents, states or a scale of "
+            "its own in its attention: take another"
         )
     return heads.rotated()
 

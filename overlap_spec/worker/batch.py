@@ -19,6 +19,8 @@ class Chunks:
 
     Attributes:
         longest: Most tokens that a chunk has among the ``T + F``.
+        lengths: Tokens of each chunk, on the host.
+        kept: Behind which of its tokens a chunk has states that are kept, ascending; on the host.
         rows, starts, sizes, pages: ``(C,)``: each chunk's row, start, tokens, and the page before
             it.
         tokens, positions, token_rows: ``(T,)``: all chunks' tokens, end to end.
@@ -31,9 +33,13 @@ class Chunks:
             of the chunk's page before; from C on, that of token number (this - C).
         extend_offsets: ``(C + 1,)``: where each chunk begins among the ``T + F``.
         chosen: ``(F,)``: index of each token to be chosen among the ``T + F``.
+        states: ``(C,)``: slot of the states before each chunk.
+        kept_ends, kept_chunks, kept_slots: ``(K,)``: ``kept``, whose states they are, and where.
     """
 
     longest: int
+    lengths: tuple[int, ...]
+    kept: tuple[int, ...]
     rows: Tensor
     starts: Tensor
     sizes: Tensor
@@ -50,6 +56,10 @@ class Chunks:
     extend_features: Tensor
     extend_offsets: Tensor
     chosen: Tensor
+    states: Tensor
+    kept_ends: Tensor
+    kept_chunks: Tensor
+    kept_slots: Tensor
 
 
 @dataclass(frozen=True)
@@ -105,7 +115,9 @@ class PlanUpload:
         chunks = None
         if plan.chunks:
             longest = max(len(c.tokens) + c.final for c in plan.chunks)
-            chunks = Chunks(longest, *tensors[own:])
+            lengths = tuple(len(c.tokens) for c in plan.chunks)
+            kept = tuple(_kept(plan)[0].tolist())
+            chunks = Chunks(longest, lengths, kept, *tensors[own:])
         return Batch(plan, chunks, *tensors[:own])
 
     def _decode_parts(self, plan: StepPlan) -> list[Int64s]:
@@ -190,5 +202,13 @@ def _chunk_parts(plan: StepPlan) -> list[Int64s]:
         ),
         np.concatenate([[0], np.cumsum(extended)]),
         (np.cumsum(extended) - 1)[final],
+        np.array([c.row if c.state is None else c.state for c in chunks], np.int64),
+        *_kept(plan),
     ]
     return parts
+
+
+def _kept(plan: StepPlan) -> Int64s:
+    """int64 ``(3, K)``: ``kept_ends``, ``kept_chunks`` and ``kept_slots`` of :class:`Chunks`."""
+    every = sorted((at - 1, c, slot) for c, own in enumerate(plan.chunks) for at, slot in own.kept)
+    return np.array(every, np.int64).reshape(-1, 3).T

@@ -33,6 +33,7 @@ from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.recordings import Recordings
 from overlap_spec.worker.site import check_quantization, count_threads, pick_device, pick_dtype
+from overlap_spec.worker.state_pool import StatePool
 from overlap_spec.worker.streams import CpuStreams, InlineStreams, RecordSpan, Streams
 from overlap_spec.worker.tables import RowTables
 from overlap_spec.worker.worker import Traits, Worker
@@ -177,6 +178,8 @@ def traits_of(phases: Phases) -> Traits:
         context_length=runner.target.config.max_position,
         pages=runner.pool.k.shape[1],
         page_bytes=sum(cache.page_bytes for cache in runner.caches),
+        state_bytes=0 if runner.states is None else runner.states.bytes,
+        state_slots=None if runner.states is None else runner.states.kept_slots,
         on_gpu=on_gpu,
         compiles=on_gpu,
         drafts_on_host=proposer is not None,
@@ -228,17 +231,24 @@ def _load(site: Site, group: Group | None) -> ModelRunner:
     page_bytes = sum(cache.page_bytes for cache in (pool, *draft_pools))
     # The feature that each page keeps for the drafter.
     page_bytes += features * target.config.hidden_size * dtype.itemsize
-    taken = 0
+    taken, states = 0, None
+    if target.config.delta is not None:
+        kept = rows if config.prefix_cache else 0
+        states = StatePool(target.config.delta, rows, kept, dtype, device)
+        taken += states.bytes
     if config.graphs and device.type == "cuda":
-        taken = graph_bytes(target.config, features, room.nodes, dtype)
+        written = 0 if states is None else states.node_bytes
+        taken += graph_bytes(target.config, features, room.nodes, dtype, written)
     pages = count_pages(config, page_bytes, rows * tables.pages.shape[1], device, taken)
     if group is not None:
         pages = group.least("pages", pages)
     for cache in (pool, *draft_pools):
         cache.allocate(pages)
+    if states is not None:
+        states.allocate()
     if adapters is not None:
         adapters.allocate(rows + 1, pages, device)
-    return ModelRunner(target, drafter, tables, pool, draft_pools, adapters)
+    return ModelRunner(target, drafter, tables, pool, draft_pools, states, adapters)
 
 
 def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
@@ -253,16 +263,19 @@ def build_streams(config: EngineConfig, record: RecordSpan) -> Streams:
     return CpuStreams(record, threads, prefill=threads < physical_cores())
 
 
-def graph_bytes(target: ModelConfig, features: int, nodes: int, dtype: torch.dtype) -> int:
+def graph_bytes(
+    target: ModelConfig, features: int, nodes: int, dtype: torch.dtype, written: int = 0
+) -> int:
     """What the CUDA graphs take of the GPU, but for what the driver keeps of each.
 
-    They write to one place, of the size of the largest pass: ``nodes`` logits and features. In the
-    pool that they share are these once more, as the pass itself has them, and its activations.
+    They write to one place, of the size of the largest pass: ``nodes`` logits and features, and
+    what nodes write to states, ``written`` bytes each. In the pool that they share are these once
+    more, as the pass itself has them, and its activations.
     """
     outputs = target.vocab_size + features * target.hidden_size
     # Of a layer: its residual, norms, queries, keys, values, attention; and the MLP's parts.
     activations = 8 * target.hidden_size + 3 * target.intermediate_size
-    return nodes * (2 * outputs + activations) * dtype.itemsize
+    return nodes * ((2 * outputs + activations) * dtype.itemsize + 2 * written)
 
 
 def count_pages(
@@ -271,11 +284,11 @@ def count_pages(
     """Pages that all caches get: at most ``wanted``, as memory allows.
 
     On a GPU ``mem_fraction_static`` (default 0.85) of its memory holds weights and caches; on the
-    CPU the caches get that share of physical memory, or 1 GiB where none is set.
+    CPU the caches get that share of physical memory, or 1 GiB beside all else where none is set.
 
     Args:
         page_bytes: What a page takes in all caches together.
-        taken: Bytes of a GPU that others will take, out of the same share.
+        taken: Bytes that others will take, out of the same share.
 
     Raises:
         ConfigError: memory does not hold even one sequence's pages.
@@ -289,7 +302,7 @@ def count_pages(
         budget = int(free - total * (1 - (fraction or 0.85))) - taken
     elif fraction is not None:
         physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        budget = int(physical * fraction)
+        budget = int(physical * fraction) - taken
     else:
         budget = CPU_CACHE_BYTES
     if config.max_total_tokens is not None:
@@ -297,7 +310,7 @@ def count_pages(
     pages = min(budget // page_bytes, wanted) + 1
     if pages < 3:
         raise ConfigError(
-            f"the KV cache gets {budget} bytes, and a page takes {page_bytes}: "
-            "raise mem_fraction_static or max_total_tokens"
+            f"the KV cache gets {max(budget, 0)} bytes, and a page takes {page_bytes}: "
+            "raise mem_fraction_static or max_total_tokens, or lower max_running_requests"
         )
     return pages

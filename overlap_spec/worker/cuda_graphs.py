@@ -74,6 +74,14 @@ class CudaGraphs(Recordings):
         trees = draft(*given)
         return draft.kept(*given), trees
 
+    def writes(self, tier: Tier, rows: int) -> Tensors:
+        """Where a verify's graph writes them."""
+        if self.runner.states is None:
+            return ()
+        self.verify(tier, rows)
+        behind = 2 if self.runner.feature_layers else 1
+        return tuple(x[: rows * tier.nodes] for x in self._outputs[behind:])
+
     def make_extend(self, record: Record, tier: Tier, rows: int) -> Recorded:
         """Over what the passes before it write, where they do."""
         given, (_, roots, *_) = self.trees(tier, rows)

@@ -22,7 +22,7 @@ def verified(given: Tensors, trees: Tensors) -> Tensors:
     """What a verify takes of rows and pages, and of trees as drafts give them."""
     _, roots, _, _, *tensors = trees
     tree = Tree(*tensors)
-    return given[1], roots, tree.tokens, tree.depths, tree.ancestors
+    return *given, roots, tree.tokens, tree.depths, tree.ancestors
 
 
 def packed(runner: ModelRunner, nodes: int, count: int, rows: int) -> Tensors:
@@ -33,15 +33,17 @@ def packed(runner: ModelRunner, nodes: int, count: int, rows: int) -> Tensors:
     pack = torch.tensor(sorted([r * nodes for r in range(rows)] + more), device=row.device)
     tokens = row.new_zeros(rows, nodes)
     seen = torch.eye(nodes, dtype=torch.bool, device=row.device).expand(rows, -1, -1)
-    return pack, pages, torch.zeros_like(row), tokens, tokens, seen.contiguous()
+    return pack, row, pages, torch.zeros_like(row), tokens, tokens, seen.contiguous()
 
 
-def committed(runner: ModelRunner, tier: Tier, given: Tensors, trees: Tensors) -> Tensors:
-    """What a commit takes of them, where nothing is accepted."""
+def committed(
+    runner: ModelRunner, tier: Tier, given: Tensors, trees: Tensors, writes: Tensors
+) -> Tensors:
+    """What a commit takes of them, where nothing is accepted; ``writes``: of their verify."""
     _, roots, _, _, *tree = trees
     every = roots.new_full((tree[0].numel(),), -1)
     limits, runs = torch.full_like(roots, tier.steps), runner.no_run.repeat(len(every), 1)
-    return *given, roots, *tree, every, limits, runs
+    return *given, roots, *tree, every, limits, runs, *writes
 
 
 def extended(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from overlap_spec.kernels import KeySpan, move_kv, page_slots, tree_attention
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Heads, Latents
+from overlap_spec.models.delta import Flow
 
 # Bytes, as torch aligns its own.
 ALIGNMENT = 64
@@ -32,8 +34,8 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 class KVPool(nn.Module):
-    """Keys ``k`` and values ``v`` of all layers in pages: ``(layers, pages, page_size, heads, D)``;
-    of latents ``v`` has these, and ``k`` what of their keys is rotated.
+    """Keys ``k`` and values ``v`` of all layers that have such, in pages: ``(layers, pages,
+    page_size, heads, D)``; of latents ``v`` has these, and ``k`` what of their keys is rotated.
 
     Page 0 belongs to no request: rows without pages point there. Pages start as zeros, since a
     masked key still meets a weight of zero, which a NaN would survive.
@@ -58,11 +60,12 @@ class KVPool(nn.Module):
         super().__init__()
         self.config, self.page_size, self.first = config, page_size, first
         self._dtype, self._device = dtype, device
+        self.index = {layer: index for index, layer in enumerate(config.key_layers)}
 
     def allocate(self, pages: int) -> None:
         """Take the memory of ``pages`` pages; nothing else works before."""
         config = self.config
-        shape = config.num_layers, pages, self.page_size, config.own_kv_heads
+        shape = len(self.index), pages, self.page_size, config.own_kv_heads
         for name, dim in (("k", config.head_dim), ("v", config.value_dim)):
             self.register_buffer(name, lazy_zeros((*shape, dim), self._dtype, self._device))
 
@@ -70,7 +73,7 @@ class KVPool(nn.Module):
     def page_bytes(self) -> int:
         """Bytes of one page of keys and values over all layers."""
         config = self.config
-        heads, both = config.num_layers * config.own_kv_heads, config.head_dim + config.value_dim
+        heads, both = len(self.index) * config.own_kv_heads, config.head_dim + config.value_dim
         return heads * both * self.page_size * self._dtype.itemsize
 
     def slots(self, pages: Tensor, logical: Tensor) -> Tensor:
@@ -101,15 +104,20 @@ class KVPool(nn.Module):
 class PagedAttend:
     """Attention of queries laid end to end: stores their keys, then reads what ``span`` shows.
 
-    ``slots`` int64 ``(T,)``: physical slots of all queries.
+    ``slots`` int64 ``(T,)``: physical slots of all queries; ``states``: what layers without keys
+    call in its place (``worker/state_pool.py``).
     """
 
     pool: KVPool
     slots: Tensor
     span: KeySpan
+    states: Callable[[int, Flow], Tensor] | None = None
 
-    def __call__(self, layer: int, heads: Heads | Latents) -> Tensor:
-        keys, values = self.pool.k[layer], self.pool.v[layer]
+    def __call__(self, layer: int, heads: Heads | Latents | Flow) -> Tensor:
+        if isinstance(heads, Flow):
+            assert self.states is not None
+            return self.states(layer, heads)
+        keys, values = (cache[self.pool.index[layer]] for cache in (self.pool.k, self.pool.v))
         q = heads.store(keys, values, self.slots)
         window = self.pool.config.window(layer)
         return tree_attention(q, keys, values, self.span, window, heads.scoring)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +20,18 @@ from overlap_spec.worker.graphs import Tensors
 from overlap_spec.worker.kv_pool import KVPool, PagedAttend, lazy_zeros
 from overlap_spec.worker.packed_rows import pack_rows
 from overlap_spec.worker.passes import AcceptResult, CommittedTokens
+from overlap_spec.worker.state_pool import ChunkStates, StatePool, TreeStates
 from overlap_spec.worker.tables import RowTables
+
+# Tensors that a commit takes of trees: their own, and three of what was chosen.
+TREES = len(Tree._fields) + 3
 
 
 class ModelRunner(nn.Module):
     """The models of a worker and what is computed with them.
 
     Args:
+        states: Of the target's layers that keep no keys; None: it has no such.
         adapters: The target's (:mod:`overlap_spec.models.lora`); None: it has none.
 
     Attributes:
@@ -49,6 +55,7 @@ class ModelRunner(nn.Module):
         tables: RowTables,
         pool: KVPool,
         draft_pools: list[KVPool],
+        states: StatePool | None = None,
         adapters: Any = None,
     ) -> None:
         super().__init__()
@@ -58,7 +65,7 @@ class ModelRunner(nn.Module):
             drafter = drafter.behind
         self.target, self.drafter, self.tables = target, drafter, tables
         self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
-        self.caches, self.adapters = [pool, *draft_pools], adapters
+        self.caches, self.states, self.adapters = [pool, *draft_pools], states, adapters
         self.device = tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
@@ -99,33 +106,37 @@ class ModelRunner(nn.Module):
     def verify_trees(
         self,
         tier: Tier,
+        rows: Tensor,
         pages: Tensor,
         roots: Tensor,
         tokens: Tensor,
         depths: Tensor,
         ancestors: Tensor,
     ) -> Tensors:
-        """The target over all nodes: logits ``(S * N, V)``, and features ``(S * N, F)`` if any."""
+        """The target over all nodes: logits ``(S * N, V)``, features ``(S * N, F)`` if any, and
+        what the nodes write to states, if to any (:attr:`TreeStates.writes`)."""
         place = self._within(roots[:, None] + depths)
         slots = roots[:, None] + self._count(tokens.shape[1])
         attend = self.pool.attend(pages, slots, roots, place, ancestors if tier.top_k > 1 else None)
+        states = self._tree_states(rows, ancestors)
         hidden, features = self.target(
-            tokens.flatten(), place.flatten(), attend, self.feature_layers
+            tokens.flatten(), place.flatten(), replace(attend, states=states), self.feature_layers
         )
-        logits = self.target.logits(hidden)
-        return (logits,) if features is None else (logits, features)
+        told = () if features is None else (features,)
+        return (self.target.logits(hidden), *told, *(() if states is None else states.writes))
 
     def verify_packed(
         self,
         pack: Tensor,
+        rows: Tensor,
         pages: Tensor,
         roots: Tensor,
         tokens: Tensor,
         depths: Tensor,
         ancestors: Tensor,
     ) -> Tensors:
-        """The target over the nodes ``pack (T,)`` alone: logits ``(T, V)``, features ``(S * N, F)``
-        with zeros where nothing was verified."""
+        """The target over the nodes ``pack (T,)`` alone: logits ``(T, V)``; features ``(S * N, F)``
+        and what goes to states with zeros where nothing was verified."""
         batch, nodes = tokens.shape
         place = self._within(roots[:, None] + depths).flatten()[pack]
         slots = self.pool.slots(pages, roots[:, None] + self._count(nodes)).flatten()[pack]
@@ -138,20 +149,21 @@ class ModelRunner(nn.Module):
             offsets=torch.searchsorted(pack, bounds),
             longest=nodes,
         )
-        hidden, features = self.target(
-            tokens.flatten()[pack], place, PagedAttend(self.pool, slots, span), self.feature_layers
-        )
-        logits = self.target.logits(hidden)
-        if features is None:
-            return (logits,)
-        every = features.new_zeros(batch * nodes, features.shape[1])
-        return logits, every.index_copy_(0, pack, features)
+        states = self._tree_states(rows, ancestors, pack)
+        attend = PagedAttend(self.pool, slots, span, states)
+        hidden, features = self.target(tokens.flatten()[pack], place, attend, self.feature_layers)
+        told: Tensors = ()
+        if features is not None:
+            every = features.new_zeros(batch * nodes, features.shape[1])
+            told = (every.index_copy_(0, pack, features),)
+        return (self.target.logits(hidden), *told, *(() if states is None else states.writes))
 
     def read_chunks(self, chunks: Chunks) -> tuple[Tensor, Tensor | None]:
         """The target over all chunks in one pass: hidden states ``(T, H)``, and features."""
         span = self._chunk_span(chunks, chunks.positions, chunks.offsets)
         slots = self.token_slots(chunks.token_rows, chunks.positions)
-        attend = PagedAttend(self.pool, slots, span)
+        states = None if self.states is None else ChunkStates(self.states, chunks)
+        attend = PagedAttend(self.pool, slots, span, states)
         hidden, features = self.target(chunks.tokens, chunks.positions, attend, self.feature_layers)
         return hidden, features
 
@@ -162,9 +174,11 @@ class ModelRunner(nn.Module):
 
         Args:
             rest: The trees' tensors, the choice after every node int64 ``(S * N,)``, the depth
-                limits int64 ``(S,)``, and the runs behind the nodes int32 ``(S * N, TOLD)``.
+                limits int64 ``(S,)``, the runs behind the nodes int32 ``(S * N, TOLD)``, and what
+                nodes write to states, if to any.
         """
-        tables, tree, (choices, limits, runs) = self.tables, Tree(*rest[:-3]), rest[-3:]
+        (*parts, choices, limits, runs), writes = rest[:TREES], rest[TREES:]
+        tables, tree = self.tables, Tree(*parts)
         # A chain's is asked of its tensors: one recording is good for all.
         nodes = tree.tokens.shape[1]
         width = nodes if tier.is_chain else tier.steps + 1
@@ -177,6 +191,8 @@ class ModelRunner(nn.Module):
             self.pool.move(pages, base + path, base + self._count(width))
         tables.committed[rows] = roots + lengths + 1
         last = path.gather(1, lengths[:, None])
+        if self.states is not None:
+            self.states.commit(rows, tree.ancestors, last[:, 0], writes)
         told = runs[(self._count(rows.shape[0]) * nodes)[:, None] + last].squeeze(1)
         tables.roots[rows] = accepted.bonus.clamp(min=0)
         behind = self.told.enter(rows, told, accepted.bonus, tier.base is not None)
@@ -252,6 +268,12 @@ class ModelRunner(nn.Module):
                 tokens, positions, before, chunks.final_rows, chunks.chosen, slots, span
             )
         )
+
+    def _tree_states(
+        self, rows: Tensor, ancestors: Tensor, pack: Tensor | None = None
+    ) -> TreeStates | None:
+        """What a pass over trees has to do with states; None: nothing."""
+        return None if self.states is None else TreeStates(self.states, rows, ancestors, pack)
 
     def _chunk_span(self, chunks: Chunks, positions: Tensor, offsets: Tensor) -> KeySpan:
         """What tokens of chunks see, ``positions (T,)``, of which chunk c owns those from

@@ -92,13 +92,14 @@ def _times(worker: Worker, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[flo
 
     draft_ms, (_, positions, _, _, *tensors) = least_ms(draft, rows, together)
     tree = Tree(*tensors)
-    inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
+    inputs = rows, pages, positions, tree.tokens, tree.depths, tree.ancestors
     path = rows.new_zeros(len(rows), tier.steps + 1)
 
     def verify() -> tuple[Tensor, ...]:
-        logits, *features = recordings.verify(tier, len(rows))(*inputs)
+        logits, *rest = recordings.verify(tier, len(rows))(*inputs)
         if runner.extends:
             extend = recordings.extend(tier, len(rows))
+            features = rest[:1] if runner.feature_layers else []
             extend(rows, pages, positions, path, path, torch.zeros_like(rows), *features)
         return (logits,)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Committed, DraftCache, Roots
 from overlap_spec.kernels import KeySpan, Tree
+from overlap_spec.kernels.scripting import Tensors
 from overlap_spec.models.decoder import Attend, Heads
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import Batch
@@ -40,11 +41,13 @@ class Verified(NamedTuple):
     """The target's answers to the trees.
 
     ``logits``: of the verified nodes, ``(S * N, V)`` or ``(T, V)``; ``features``: the drafter's,
-    ``(S * N, F)``.
+    ``(S * N, F)``; ``writes``: what nodes write to states, as
+    :attr:`overlap_spec.worker.state_pool.TreeStates.writes` has it; empty where there are none.
     """
 
     logits: Tensor
     features: Tensor | None
+    writes: Tensors = ()
 
 
 class Prefilled(NamedTuple):

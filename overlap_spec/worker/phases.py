@@ -66,13 +66,15 @@ class Phases:
         if step.drafted is None:
             return
         roots, tree, _, pack, tier, _ = step.drafted
-        inputs = (roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors)
+        given = (roots.rows, roots.pages, roots.positions)
+        inputs = (*given, tree.tokens, tree.depths, tree.ancestors)
         if pack is None:
             logits, *rest = self.recordings.verify(tier, len(roots.rows))(*inputs)
         else:
             recorded = self.recordings.packed(tier, len(roots.rows), len(pack))
             logits, *rest = recorded(pack, *inputs)
-        step.verified = Verified(logits, rest[0] if rest else None)
+        features = rest.pop(0) if self.runner.feature_layers else None
+        step.verified = Verified(logits, features, tuple(rest))
 
     def prefill(self, step: StepTensors) -> None:
         """The target over all chunks in one pass."""
@@ -89,13 +91,16 @@ class Phases:
         """Mask, choose at every node, accept, and commit: the step's one decision."""
         trees = chunks = None
         if step.drafted is not None and step.verified is not None:
-            trees = self._accept_trees(step, step.drafted, step.verified.logits)
+            trees = self._accept_trees(step, step.drafted, step.verified)
         if step.prefilled is not None:
             chunks = self._accept_chunks(step, step.prefilled.logits)
         step.decided = Accepted(trees, chunks)
 
-    def _accept_trees(self, step: StepTensors, drafted: Drafted, logits: Tensor) -> AcceptResult:
+    def _accept_trees(
+        self, step: StepTensors, drafted: Drafted, verified: Verified
+    ) -> AcceptResult:
         roots, tree, pack, features = drafted.roots, drafted.tree, drafted.pack, step.features
+        logits = verified.logits
         (rows, nodes), trees = tree.tokens.shape, step.batch.trees
         count = trees * nodes
         limits = self.tables.depth_limit[roots.rows]
@@ -119,7 +124,8 @@ class Phases:
         every = choices.new_full((rows * nodes,), -1)
         every = every.index_copy_(0, self._count(count) if pack is None else pack, choices)
         commit = self.recordings.commit(drafted.tier, rows)
-        found = commit(roots.rows, roots.pages, roots.positions, *tree, every, limits, runs)
+        given = (roots.rows, roots.pages, roots.positions)
+        found = commit(*given, *tree, every, limits, runs, *verified.writes)
         lengths, tokens, path, packed = found
         accepted = AcceptResult(lengths, tokens, path, packed)
         real = AcceptResult(lengths[:trees], tokens[:trees], path[:trees], packed[:trees])

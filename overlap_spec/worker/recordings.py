@@ -84,6 +84,11 @@ class Recordings:
         given = examples.padding(self.runner, rows)
         return given, self.drafts.dead(tier, *given)
 
+    def writes(self, tier: Tier, rows: int) -> Tensors:
+        """What the nodes of these trees write to states, as a verify gives it."""
+        states = self.runner.states
+        return () if states is None else states.nothing_written(rows * tier.nodes)
+
     def padded(self, batch: int) -> int:
         """Rows that a batch is filled up to."""
         return padded_size(batch) if self.recorded else batch
@@ -151,7 +156,9 @@ class Recordings:
             ("commit", kind, rows),
             lambda: self.make(
                 partial(self.runner.commit_trees, kind),
-                examples.committed(self.runner, kind, *self.trees(kind, rows)),
+                examples.committed(
+                    self.runner, kind, *self.trees(kind, rows), self.writes(kind, rows)
+                ),
             ),
         )
 

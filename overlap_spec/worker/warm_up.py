@@ -112,7 +112,8 @@ def warm_packed(worker: Worker, tier: Tier, size: int) -> None:
         worker.phases.draft(step)
         assert step.drafted is not None
         roots, tree, _, pack, *_ = step.drafted
-        inputs = roots.pages, roots.positions, tree.tokens, tree.depths, tree.ancestors
+        given = roots.rows, roots.pages, roots.positions
+        inputs = *given, tree.tokens, tree.depths, tree.ancestors
         if pack is not None:
             runner.verify_packed(pack, *inputs)
 

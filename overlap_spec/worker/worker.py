@@ -34,6 +34,8 @@ class Traits:
         context_length: Longest prompt and output together, in tokens.
         pages: Pages of the caches, page 0 included.
         page_bytes: What a page takes in all caches of this rank together.
+        state_bytes: What the states of layers without keys take, kept ones too; 0: there are none.
+        state_slots: Where such are kept with pages; None: there are no such layers.
         on_gpu: Whether steps run on a GPU.
         compiles: Whether kernels are compiled when they first run, which no request should wait
             for.
@@ -51,6 +53,8 @@ class Traits:
     context_length: int
     pages: int
     page_bytes: int
+    state_bytes: int
+    state_slots: Sequence[int] | None
     on_gpu: bool
     compiles: bool
     drafts_on_host: bool

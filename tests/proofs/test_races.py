@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.extras import choices as choices_module
 from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep, Mirrored
 from overlap_spec.worker.worker import Worker
-from tests.support import chaos
+from tests.support import chaos, checkpoints
 from tests.support.held_graphs import all_columns, held_graphs
+from tests.support.models import HYBRID
 from tests.support.race import (
     PLAIN_NUMPY,
     PLAIN_TOLIST,
@@ -165,6 +167,20 @@ def test_no_stream_races_another(
     assert races(world) == []
     assert world.accesses > 10_000
     assert world.freed > 100
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("held", [False, True])
+def test_no_stream_races_another_for_states(
+    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, held: bool
+) -> None:
+    checkpoints.write_target(tmp_path, **HYBRID)
+    first, settings = chaos.settings_of("tree", "crowded")
+    target = {**tiny, "model": str(tmp_path)}
+    with watched(target, monkeypatch, held, **settings) as (world, engine):
+        serve(engine, first, 2)
+        assert engine.core.scheduler.preemptions > 0
+    assert races(world) == []
 
 
 HOSTED: dict[str, Any] = {"algorithm": "ngram", "num_steps": 3, "adaptive": "static"}

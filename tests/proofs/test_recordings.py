@@ -284,7 +284,7 @@ def test_other_passes_have_few_kernels(chain_engine: Engine) -> None:
         given = padding(graphs.runner, rows)
         _, roots, _, _, *tensors = graphs.drafts.dead(tier, *given)
         tree = Tree(*tensors)
-        inputs = given[1], roots, tree.tokens, tree.depths, tree.ancestors
+        inputs = *given, roots, tree.tokens, tree.depths, tree.ancestors
         yield "verify", lambda: own.verify_trees(tier, *inputs)
         every = roots.new_zeros(rows * tier.nodes)
         chosen = *tree, every, roots, own.no_run.repeat(len(every), 1)

@@ -52,8 +52,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 16]),
         rows=st.integers(1, 5),
         budget=st.integers(1, 30),
+        slots=st.sampled_from([None, 0, 1, 3, 50]),
     )
-    def start(self, lag: int, pages: int, page_size: int, rows: int, budget: int) -> None:
+    def start(
+        self, lag: int, pages: int, page_size: int, rows: int, budget: int, slots: int | None
+    ) -> None:
         # Results come this many steps late, as in the overlapped modes.
         self.lag = lag
         self.flights: list[StepPlan] = []
@@ -66,7 +69,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.budget,
             RESERVE,
             lambda s: self.assigned.__setitem__(s.row, s.request.id),
+            state_slots=None if slots is None else range(100, 100 + slots),
         )
+        # Slot, or row, of a state → the tokens that it is of.
+        self.slots, self.states = slots, dict[int, list[int]]()
         self.live: dict[int, Sequence] = {}
         self.kept: dict[int, list[int]] = {}
         self.random = random.Random(4)
@@ -117,10 +123,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert chunk.tokens.tolist() == known[chunk.start : end]
             assert chunk.final == (end == len(known))
             assert chunk.start % self.scheduler.allocator.size == 0
+        if self.slots is not None:
+            self.check_states(plan)
         for s in by_id.values():
             if s.request.id in plan.request_ids:
                 slots = len(s.pages) * self.scheduler.allocator.size
                 assert slots >= s.key_tokens + RESERVE
+
+    def check_states(self, plan: StepPlan) -> None:
+        """A chunk starts from the state of what stands before it; all are read before any is
+        written."""
+        states = dict(self.states)
+        for chunk in plan.chunks:
+            fresh = chunk.start == 0 and chunk.state is None
+            before = [] if fresh else states[chunk.row if chunk.state is None else chunk.state]
+            tokens = chunk.tokens.tolist()
+            assert len(before) == chunk.start
+            for behind, slot in chunk.kept:
+                assert (chunk.start + behind) % self.scheduler.allocator.size == 0
+                self.states[slot] = before + tokens[:behind]
+            self.states[chunk.row] = before + tokens
+            row = next(s for s in self.scheduler.running if s.row == chunk.row)
+            known = [*row.request.prompt_ids, *self.kept[row.request.id]]
+            assert self.states[chunk.row] == known[: chunk.start + len(tokens)]
+        written = [slot for chunk in plan.chunks for _, slot in chunk.kept]
+        assert len(set(written)) == len(written)
 
     def settle(self, plan: StepPlan) -> None:
         results = []
@@ -152,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(owned.count(p) == 1 or p in shared for p in owned)
         assert allocator.in_use + allocator.free_count == allocator.total
         assert not any(s.pages for s in self.scheduler.waiting)
+        assert not any(s.start for s in self.scheduler.waiting)
 
     def teardown(self) -> None:
         """Everyone who was let in gets through, in a bounded number of steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams
 from overlap_spec.worker.streams import Streams
+from tests.support.drafters import Knows
 from tests.support.streams import ChaosStream, ThreadStreams
 
 PERSON = {
@@ -153,3 +155,26 @@ def outputs_equal(oracle: Engine, engine: Engine, first: int, count: int = 17) -
             assert len(got.logprobs) == len(want.logprobs)
             for a, b in zip(got.logprobs, want.logprobs, strict=True):
                 assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+
+
+def hold_known(
+    target: dict[str, Any], monkeypatch: pytest.MonkeyPatch, mode: str, tier: str, room: str
+) -> None:
+    """17 random batches, drafted for by who knows the answers, so that many drafts are accepted."""
+    first, settings = settings_of(tier, room)
+    answers: list[Sequence[int]] = []
+    if tier != "plain":
+        settings["algorithm"] = Knows(answers)
+    oracle, plainly = build(target, overlap="none", algorithm="none"), run
+
+    def noted(engine: Engine, asks: list[Ask]) -> list[Output]:
+        outputs = plainly(engine, asks)
+        if engine is oracle:
+            answers.extend(output.token_ids for output in outputs)
+        return outputs
+
+    monkeypatch.setattr("tests.support.chaos.run", noted)
+    start(monkeypatch, first)
+    with oracle, build(target, overlap=mode, **settings) as engine:
+        outputs_equal(oracle, engine, first)
+        assert (engine.core.scheduler.preemptions > 0) == (room == "crowded")

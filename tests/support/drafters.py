@@ -239,6 +239,43 @@ class OnHost(Drafter):
         return drafts
 
 
+class Knows(OnHost):
+    """Drafts what it was told that a request will answer, among other branches; now and then these
+    alone.
+
+    Args:
+        answers: By the number of the request.
+    """
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.answers = answers
+
+    def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
+        return [self._draft(history, tier) for history in histories]
+
+    def _draft(self, history: History, tier: Tier) -> HostDraft:
+        at, most = len(history.output), tier.nodes - 1
+        known = self.answers[history.request_id][at : at + tier.steps]
+        tokens, parents, scores = [0], [-1], [0.0]
+        parent = 0
+        for depth, right in enumerate(known):
+            place, first = (at + depth) % (tier.top_k + (depth > 0)), len(tokens)
+            for rank in range(tier.top_k):
+                tokens.append(right if rank == place else (right + 3 * rank + 1) % 256)
+                parents.append(parent)
+                scores.append(scores[parent] - 0.1 * (rank + 1))
+            if place == tier.top_k:
+                break
+            parent = first + place
+        kept = slice(1, 1 + most)
+        return HostDraft(
+            np.array(tokens[kept], np.int64),
+            np.array(parents[kept], np.int64),
+            np.array(scores[kept], np.float32),
+        )
+
+
 class TooLong(OnHost):
     """Proposes more than a tier holds."""
 

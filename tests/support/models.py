@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from overlap_spec.kernels import KeySpan, tree_attention
 from overlap_spec.models.decoder import Decoder, Heads, Latents
+from overlap_spec.models.delta import Flow
+from overlap_spec.worker.state_pool import ChunkStates, StatePool, TreeStates
 
 SMALL = {
     "vocab_size": 131,
@@ -46,6 +49,24 @@ LATENT = {
     "moe_intermediate_size": 24,
     "first_k_dense_replace": 1,
 }
+DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+SHARED = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 36,
+}
+# As of a file, small enough for many requests.
+HYBRID = {
+    **DELTA, **SHARED, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
+}  # fmt: skip
 MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0}
 # A base so low that few positions turn all channels.
 SLOW = {"rope_type": "default", "rope_theta": 50.0}
@@ -210,6 +231,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"multi_query": False, "parallel_attn": False, "bias": True, "ffn_hidden_size": 96},
     ),
     "gpt2": ("GPT2", {}),
+    "qwen3-next": ("Qwen3Next", {**DELTA, **SHARED, "mlp_only_layers": [1]}),
+    "qwen3-next-even": (
+        "Qwen3Next",
+        {
+            **DELTA,
+            **SHARED,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3.5": ("Qwen3_5", {**DELTA, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**DELTA, **SHARED}),
     # As V2-Lite: queries of the stream, experts chosen freely.
     "deepseek-v2": (
         "DeepseekV2",
@@ -258,8 +294,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Gemma 3's file is that of its text model.
-CONFIGS = {"Gemma3": "Gemma3Text"}
+# Files that are those of text models.
+CONFIGS = {"Gemma3": "Gemma3Text", "Qwen3_5": "Qwen3_5Text", "Qwen3_5Moe": "Qwen3_5MoeText"}
 CLASSES = {"GPT2": "GPT2LMHeadModel"}
 
 
@@ -306,7 +342,10 @@ class Cache:
         self.v = torch.zeros(*shape, config.value_dim)
         # Pages in a shuffled order, so that logical and physical positions differ.
         self.table = torch.randperm(pages, generator=torch.Generator().manual_seed(1))
-        self.page_size = page_size
+        self.page_size, self.states = page_size, None
+        if config.delta is not None:
+            self.states = StatePool(config.delta, 1, 0, torch.float32, self.k.device)
+            self.states.allocate()
 
     def run(
         self,
@@ -320,11 +359,31 @@ class Cache:
         slots = self.table[logical // self.page_size] * self.page_size + logical % self.page_size
         positions = logical if positions is None else positions
         span = KeySpan(self.table[None], torch.tensor([start]), positions, mask)
-        config = self.decoder.config
+        config, states = self.decoder.config, self._states(tokens, start, mask)
 
-        def attend(layer: int, heads: Heads | Latents) -> torch.Tensor:
+        def attend(layer: int, heads: Heads | Latents | Flow) -> torch.Tensor:
+            if isinstance(heads, Flow):
+                assert states is not None
+                return states(layer, heads)
             k, v = self.k[layer], self.v[layer]
             q = heads.store(k, v, slots)
             return tree_attention(q, k, v, span, config.window(layer), heads.scoring)
 
         return self.decoder.logits(self.decoder(tokens, positions, attend)[0])
+
+    def _states(
+        self, tokens: torch.Tensor, start: int, mask: torch.Tensor | None
+    ) -> ChunkStates | TreeStates | None:
+        """What layers without keys call: a tree leaves their states as they are."""
+        if self.states is None:
+            return None
+        row = torch.zeros(1, dtype=torch.int64)
+        if mask is not None:
+            return TreeStates(self.states, row, mask[None])
+        size = torch.tensor([len(tokens)])
+        chunk = SimpleNamespace(
+            tokens=tokens, lengths=(len(tokens),), rows=row, starts=row + start, sizes=size,
+            offsets=torch.tensor([0, len(tokens)]), states=row, kept=(),
+            **dict.fromkeys(("kept_ends", "kept_chunks", "kept_slots"), row[:0]),
+        )  # fmt: skip
+        return ChunkStates(self.states, chunk)  # type: ignore[arg-type]

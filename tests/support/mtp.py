@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from overlap_spec.worker.kv_pool import KVPool
 from tests.support import checkpoints
 from tests.support.checkpoints import SHAPE
 from tests.support.plain_layers import Tensors, block, linear, rms
@@ -148,3 +149,15 @@ def oracle(
     normed = rms(x, named[f"{layer}.input_layernorm.weight"])
     x = block(named, layer, x, normed, positions, names.target.get("head_dim", DIM))
     return rms(x, weights[f"{names.norm}.weight"])
+
+
+def run_module(
+    module: Any, embeds: torch.Tensor, features: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """A next-token module over a whole text of fewer than 48 tokens, on pages of its own."""
+    pool = KVPool(module.config, 16, torch.float32, torch.device("cpu"), 1)
+    pool.allocate(4)
+    pages, zero = torch.tensor([[1, 2, 3]]), torch.zeros(1, dtype=torch.int64)
+    attend = pool.attend(pages, positions[None], zero + 1, positions[None], None)
+    out: torch.Tensor = module(embeds, features, positions, attend)
+    return out

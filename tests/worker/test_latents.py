@@ -23,6 +23,7 @@ from tests.support import chaos, checkpoints, dflash
 from tests.support.layouts import LAYOUTS
 from tests.support.layouts import write as write_head
 from tests.support.models import CASES, LATENT, greedy, reference
+from tests.support.mtp import run_module
 from tests.support.policies import share_nodes
 from tests.support.quantised import FP8
 from tests.support.tiers import few
@@ -228,6 +229,21 @@ def test_drafts_change_nothing(
             assert sum(output.stats.accepted_drafts for output in outputs) > 0
 
 
+@pytest.mark.parametrize("room", few(chaos.ROOM, "crowded"))
+@pytest.mark.parametrize("tier", few(chaos.TIERS, "tree"))
+@pytest.mark.parametrize("mode", few(("once-sync", "double-sync", "none"), "once-sync"))
+def test_chaos_never_changes_outputs(
+    tiny: dict[str, Any],
+    drafted: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    tier: str,
+    room: str,
+) -> None:
+    """Random batches of random requests, 306 seeds over all parameters."""
+    chaos.hold_known({**tiny, "model": drafted["target"]}, monkeypatch, mode, tier, room)
+
+
 @torch.no_grad()
 def test_the_next_token_module_is_that_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -261,21 +277,7 @@ def test_the_next_token_module_is_that_of_transformers(tmp_path: Path) -> None:
 
     target = load_decoder(tmp_path, torch.float32, CPU)
     module = load_mtp(tmp_path, target, torch.float32)
-    torch.testing.assert_close(passed(module, later[0], features[0, :-1], positions), want)
-
-
-def passed(
-    module: Any, embeds: torch.Tensor, features: torch.Tensor, positions: torch.Tensor
-) -> torch.Tensor:
-    """The module over a whole text."""
-    from overlap_spec.worker.kv_pool import KVPool
-
-    pool = KVPool(module.config, 16, torch.float32, CPU, 1)
-    pool.allocate(4)
-    pages, zero = torch.tensor([[1, 2, 3]]), torch.zeros(1, dtype=torch.int64)
-    attend = pool.attend(pages, positions[None], zero + 1, positions[None], None)
-    out: torch.Tensor = module(embeds, features, positions, attend)
-    return out
+    torch.testing.assert_close(run_module(module, later[0], features[0, :-1], positions), want)
 
 
 REFUSED = [

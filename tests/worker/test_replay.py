@@ -129,7 +129,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
             _, positions, _, _, *tensors = got
             tree = Tree(*tensors)
             rows, pages = recorded.kept(rows, pages)
-            inputs = pages, positions, tree.tokens, tree.depths, tree.ancestors
+            inputs = rows, pages, positions, tree.tokens, tree.depths, tree.ancestors
             want = tuple(x.clone() for x in runner.verify_trees(own, *inputs))
             after = [x.clone() for x in state(runner)]
             got = verify(*inputs)

@@ -84,11 +84,13 @@ class Surroundings:
         vocabulary: Of the grammars.
         encode: Text → tokens, without special ones.
         longest: Most tokens of a prompt and its output.
+        has_states: Whether the target has layers that keep a state, and no keys.
     """
 
     vocabulary: Any
     encode: Callable[[str], Sequence[int]]
     longest: int
+    has_states: bool = False
     _shared: dict[str, Any] = field(default_factory=dict)
 
     def share(self, name: str, make: Callable[[Surroundings], Any]) -> Any:
@@ -191,7 +193,20 @@ class Extra:
 
 
 class PassesBehind(Extra):
-    """A part with passes of its own behind the prompt, each with the prompt's last chunk."""
+    """A part with passes of its own behind the prompt, each with the prompt's last chunk.
+
+    Raises:
+        InvalidRequest: the target keeps states, which each pass would change.
+    """
+
+    def __init__(self, request: Request, engine: Surroundings) -> None:
+        super().__init__(request, engine)
+        if engine.has_states:
+            raise InvalidRequest(
+                f"{self.name}: whole texts cannot be weighed with this model, whose layers keep "
+                "states: leave out probabilities and faithful",
+                self.name,
+            )
 
     @property
     @abstractmethod

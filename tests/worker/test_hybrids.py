@@ -1,0 +1,348 @@
+"""Layers that keep a state in the place of keys: Qwen3-Next and Qwen3.5 against `transformers`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from overlap_spec.engine import Engine
+from overlap_spec.errors import CheckpointError, ConfigError, InvalidRequest
+from overlap_spec.grammar.spec import Grammar
+from overlap_spec.models.config import read_config
+from overlap_spec.models.shard import Shard
+from overlap_spec.models.weights import export_state, load_decoder, load_mtp
+from overlap_spec.types import Output
+from tests.support import chaos, checkpoints
+from tests.support.drafters import Knows
+from tests.support.layouts import LAYOUTS
+from tests.support.layouts import write as write_head
+from tests.support.models import CASES, DELTA, HYBRID, Cache, greedy, reference
+from tests.support.mtp import run_module
+from tests.support.policies import share_nodes
+from tests.support.tiers import few
+
+CPU = torch.device("cpu")
+COMMON: dict[str, Any] = {"dtype": "float32", "grammar_isolated": False, "adaptive": "static"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_steps": 4},
+    "tree": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
+    "ragged": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
+}
+MODES = "none", "double-sync", "once-sync"
+
+
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5"])
+def published(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path]:
+    """A model of `transformers` with a vocabulary of bytes, and its folder."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    family, extra = CASES[request.param]
+    sizes = {"vocab_size": 260, "max_position_embeddings": 4400, "tie_word_embeddings": False}
+    CASES["of bytes"] = family, {**extra, **sizes}
+    try:
+        model = reference("of bytes", folder)
+    finally:
+        del CASES["of bytes"]
+    checkpoints.write_tokenizer(folder)
+    return model, folder
+
+
+def texts(*lengths: int) -> list[list[int]]:
+    """Prompts that start alike."""
+    draw = torch.Generator().manual_seed(1)
+    shared = torch.randint(0, 256, (max(lengths),), generator=draw).tolist()
+    return [shared[: n - n // 4] + [7] * (n // 4) for n in lengths]
+
+
+def generate(engine: Engine, prompts: list[list[int]], tokens: int = 16) -> list[Output]:
+    sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+    return engine.generate(prompts, sampling=sampling)
+
+
+def ask(engine: Engine, prompts: list[list[int]], tokens: int = 16) -> list[list[int]]:
+    return [list(output.token_ids) for output in generate(engine, prompts, tokens)]
+
+
+@pytest.mark.parametrize("graphs", few((True, False), True))
+def test_chunks_of_any_size(published: tuple[Any, Path], graphs: bool) -> None:
+    model, folder = published
+    prompts = texts(1, 3, 17, 40, 61, 150)
+    want = [greedy(model, prompt, 16) for prompt in prompts]
+    for size, shape in ((4, "chain"), (5, "tree"), (11, "ragged"), (70, "tree"), (256, "chain")):
+        settings = {"chunked_prefill_size": size, "page_size": 4, "graphs": graphs}
+        knows = Knows(want + want)
+        with Engine(str(folder), **COMMON, **settings, **SHAPES[shape], algorithm=knows) as engine:
+            assert ask(engine, prompts) == want, size
+            again = [generate(engine, [prompt])[0] for prompt in prompts]
+        assert [list(output.token_ids) for output in again] == want, size
+        assert all(output.stats.accept_length > 1.5 for output in again)
+
+
+def test_a_crowded_cache_costs_no_token(published: tuple[Any, Path]) -> None:
+    """Requests are put aside, and their states computed again; rows go from one to the next."""
+    model, folder = published
+    prompts = texts(30, 34, 38, 42, 50, 60)
+    want = [greedy(model, prompt, 40) for prompt in prompts]
+    room: dict[str, Any] = {"max_total_tokens": 192, "context_length": 128, **SHAPES["tree"]}
+    room |= {"max_running_requests": 4}
+    with Engine(str(folder), **COMMON, **room, algorithm=Knows(want)) as engine:
+        assert ask(engine, prompts, 40) == want
+        assert engine.core.scheduler.preemptions > 0
+        assert engine.core.scheduler.allocator.in_use == 0
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_four_thousand_tokens(published: tuple[Any, Path], shape: str) -> None:
+    model, folder = published
+    (prompt,) = texts(200)
+    with Engine(str(folder), **COMMON, algorithm="none") as engine:
+        (plain,) = ask(engine, [prompt], 4100)
+    logits = model(torch.tensor([prompt + plain])).logits[0, len(prompt) - 1 : -1]
+    assert plain == logits.argmax(-1).tolist()
+    with Engine(str(folder), **COMMON, **SHAPES[shape], algorithm=Knows([plain])) as engine:
+        assert ask(engine, [prompt], 4100) == [plain]
+        (again,) = generate(engine, [prompt + plain[:4000]], 20)
+    assert list(again.token_ids) == plain[4000:4020]
+
+
+def test_memory_is_keys_of_some_layers_and_a_state_a_row(published: tuple[Any, Path]) -> None:
+    model, folder = published
+    with Engine(str(folder), **COMMON, algorithm="none", max_running_requests=5) as engine:
+        runner = engine.core.worker.runner
+        # One layer of four has keys, of two heads.
+        assert runner.pool.page_bytes == 2 * 2 * 16 * 4 * runner.pool.page_size
+        state, inputs = 6 * 8 * 12 * 4, 3 * (2 * 2 * 8 + 6 * 12) * 4
+        assert runner.states is not None
+        # Of rows, of padding, and as many as rows that are kept with pages.
+        assert engine.snapshot()["state_bytes"] == runner.states.bytes == 11 * 3 * (state + inputs)
+    assert len(model.model.layers) == 4
+
+
+@pytest.fixture(scope="module")
+def drafted(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> dict[str, str]:
+    """A random Qwen3-Next with a module of its own, and what each drafter drafts with."""
+    folder = tmp_path_factory.mktemp("hybrids")
+    checkpoints.write_target(folder / "target", **HYBRID)
+    write_module(folder / "target")
+    write_head(folder / "eagle", LAYOUTS["EAGLE-1/2, fc.bias, pytorch_model.bin"])
+    write_head(folder / "parallel", LAYOUTS["P-EAGLE, ptd_token_id"])
+    names = ("ngram", "suffix", "slots", "suffix,eagle3", "eagle3", "grammar", "knows")
+    drafts = dict.fromkeys(names, tiny["draft"])
+    drafts |= {"draft_model": tiny["model"], "mtp": str(folder / "target")}
+    return drafts | {name: str(folder / name) for name in ("eagle", "parallel", "target")}
+
+
+def write_module(folder: Path) -> dict[str, torch.Tensor]:
+    """Put a next-token module into the target's file: its last layer over again, and random parts
+    before and behind it, which are returned."""
+    file, hidden = folder / "model.safetensors", checkpoints.SHAPE["hidden_size"]
+    state, draw = load_file(file), torch.Generator().manual_seed(4)
+    last = f"model.layers.{DELTA['num_hidden_layers'] - 1}."
+    layer = {name.replace(last, "mtp.layers.0."): x for name, x in state.items() if last in name}
+    parts = {
+        f"mtp.{name}.weight": 0.3 * torch.randn(hidden, generator=draw)
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    }
+    parts["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, generator=draw) / hidden**0.5
+    save_file({**state, **{name: x.clone() for name, x in layer.items()}, **parts}, file)
+    return parts
+
+
+CUT = {"max_tokens": 32, "complete": False}
+BATCH: list[tuple[Any, dict[str, Any]]] = [
+    (None, {"temperature": 0, **CUT}),
+    (None, {"temperature": 0.9, "seed": 11, "top_p": 0.95, **CUT}),
+    (Grammar.json_schema(chaos.PERSON), {"temperature": 0, **CUT}),
+    (Grammar.regex(r"([a-f]{3}-\d{1,4}){9}"), {"temperature": 0.9, "seed": 3, **CUT}),
+]
+PROMPTS = [f"abcabc {n} abcabc " * (1 + n % 3) for n in range(len(BATCH))]
+DRAFTERS = (
+    "knows", "ngram", "suffix", "slots", "suffix,eagle3", "grammar", "eagle", "eagle3", "parallel",
+    "draft_model", "mtp",
+)  # fmt: skip
+
+
+def answer(engine: Engine) -> list[Output]:
+    return engine.generate(PROMPTS, [g for g, _ in BATCH], [s for _, s in BATCH])
+
+
+@pytest.fixture(scope="module")
+def plain(tiny: dict[str, Any], drafted: dict[str, str]) -> list[Output]:
+    settings = {**tiny, **COMMON, "model": drafted["target"], "algorithm": "none"}
+    with Engine(**settings, overlap="none") as engine:
+        return answer(engine)
+
+
+EVERY = [(name, shape) for name in DRAFTERS for shape in SHAPES]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), few(EVERY, ("knows", "tree"), ("eagle3", "ragged"), ("mtp", "chain"))
+)
+def test_drafts_change_nothing(
+    name: str,
+    shape: str,
+    tiny: dict[str, Any],
+    drafted: dict[str, str],
+    plain: list[Output],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {**tiny, **COMMON, "model": drafted["target"], "draft": drafted[name]}
+    for overlap in MODES:
+        algorithm = Knows([its.token_ids for its in plain]) if name == "knows" else name
+        with Engine(**settings, algorithm=algorithm, overlap=overlap, **SHAPES[shape]) as engine:
+            if shape == "ragged":
+                share_nodes(monkeypatch, engine, lambda batch, _: 5 * batch)
+            outputs = answer(engine)
+            assert engine.snapshot()["drafter"]["faults"] == 0
+            assert engine.core.scheduler.allocator.in_use == 0
+        for mine, its in zip(outputs, plain, strict=True):
+            assert (mine.text, mine.token_ids, mine.error) == (its.text, its.token_ids, None)
+        assert sum(output.stats.drafted_tokens for output in outputs) > 0
+        if name == "knows":
+            assert all(output.stats.accepted_drafts > 5 for output in outputs)
+
+
+@pytest.mark.parametrize("room", few(chaos.ROOM, "crowded"))
+@pytest.mark.parametrize("tier", few(chaos.TIERS, "tree"))
+@pytest.mark.parametrize("mode", few(MODES, "once-sync"))
+def test_chaos_never_changes_outputs(
+    tiny: dict[str, Any],
+    drafted: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str,
+    tier: str,
+    room: str,
+) -> None:
+    """Random batches of random requests, 306 seeds over all parameters."""
+    chaos.hold_known({**tiny, "model": drafted["target"]}, monkeypatch, mode, tier, room)
+
+
+@pytest.mark.parametrize("case", ["qwen3-next-even", "qwen3.5-moe"])
+@torch.no_grad()
+def test_files_are_written_as_they_are_read(case: str, tmp_path: Path) -> None:
+    reference(case, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    exported = export_state(load_decoder(tmp_path, torch.float32, CPU))
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        torch.testing.assert_close(exported[name], tensor)
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+@torch.no_grad()
+def test_the_text_model_beside_a_vision_tower(mixture: bool, tmp_path: Path) -> None:
+    """As published: the text model's settings and names inside those of the whole; of a mixture
+    all experts of a layer as one tensor."""
+    case, kind = ("qwen3.5-moe", "Qwen3_5Moe") if mixture else ("qwen3.5", "Qwen3_5")
+    model = reference(case, tmp_path)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    ropes = {**hf["rope_parameters"], "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    text = {name: hf[name] for name in hf if name not in ("architectures", "tie_word_embeddings")}
+    whole = {
+        "architectures": [f"{kind}ForConditionalGeneration"],
+        "text_config": {**text, "rope_parameters": ropes},
+        "tie_word_embeddings": hf["tie_word_embeddings"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    state = {"model.visual.patch_embed.proj.weight": torch.ones(2)}
+    state["mtp.fc.weight"] = torch.ones(2)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight" or not hf["tie_word_embeddings"]:
+            inside = f"model.language_model.{name.removeprefix('model.')}"
+            state[inside if name.startswith("model.") else name] = tensor.clone()
+    assert any("experts.gate_up_proj" in name for name in state) == mixture
+    save_file(state, tmp_path / "model.safetensors")
+    decoder = load_decoder(tmp_path, torch.float32, CPU, 64)
+    tokens = torch.randint(0, 130, (30,), generator=torch.Generator().manual_seed(5))
+    want = model(input_ids=tokens[None]).logits[0]
+    torch.testing.assert_close(Cache(decoder, 64).run(tokens, 0), want, atol=2e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_the_next_token_module_is_the_last_layer_between_its_parts(
+    drafted: dict[str, str],
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(drafted["target"])
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model, stored = whole.model, load_file(folder / "model.safetensors")
+
+    def normed(name: str, x: torch.Tensor) -> torch.Tensor:
+        norm = type(model.norm)(x.shape[-1])
+        norm.weight.copy_(stored[f"mtp.{name}.weight"])
+        out: torch.Tensor = norm(x)
+        return out
+
+    tokens = torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(2))
+    features, positions = model(tokens[None]).last_hidden_state[0, :-1], torch.arange(1, 20)
+    embeds = model.embed_tokens(tokens[1:])
+    parts = [normed("pre_fc_norm_embedding", embeds), normed("pre_fc_norm_hidden", features)]
+    x = torch.nn.functional.linear(torch.cat(parts, -1), stored["mtp.fc.weight"])[None]
+    mask = torch.full((19, 19), -torch.inf).triu(1)[None, None]
+    turns = model.rotary_emb(x, positions[None])
+    want = normed("norm", model.layers[-1](x, position_embeddings=turns, attention_mask=mask)[0])
+    module = load_mtp(folder, load_decoder(folder, torch.float32, CPU), torch.float32)
+    torch.testing.assert_close(run_module(module, embeds, features, positions), want)
+
+
+REFUSED = [
+    ({"linear_num_value_heads": 5}, "linear_num_value_heads 5 is no multiple of .* 2"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types must be 4 times one of linear"),
+    ({"layer_types": ["linear_attention"] * 4}, "and the latter at least once"),
+    ({"layer_types": ["full_attention"]}, "layer_types must be 4 times one of linear_attention"),
+    ({"linear_key_head_dim": 0}, "linear_key_head_dim must be a whole number"),
+    ({"architectures": ["Qwen4ExpForCausalLM"]}, "Qwen4ExpForCausalLM' is not known"),
+]
+
+
+@pytest.mark.parametrize(("fields", "told"), REFUSED)
+def test_what_is_not_built_is_refused_by_name(
+    fields: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    reference("qwen3-next", tmp_path)
+    hf = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(hf | fields))
+    with pytest.raises(CheckpointError, match=told):
+        read_config(tmp_path)
+
+
+def test_states_are_not_cut_nor_trained_on_nor_drafted_with(
+    tiny: dict[str, Any], drafted: dict[str, str]
+) -> None:
+    from overlap_spec.training.generate import greedy as generated
+
+    decoder = load_decoder(Path(drafted["target"]), torch.float32, CPU)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2: .* \(linear_num_value_heads\)"):
+        replace(decoder.config, shard=Shard(0, 2)).check_shard()
+    with pytest.raises(ConfigError, match=r"training reads no target with .* states"):
+        generated(decoder, [[1, 2, 3]], [], 2)
+    settings = {**tiny, **COMMON, "draft": drafted["target"], "algorithm": "draft_model"}
+    with pytest.raises(ConfigError, match="draft: Qwen3NextForCausalLM has layers that keep"):
+        Engine(**settings)
+    settings = {**tiny, **COMMON, "model": drafted["target"], "algorithm": "none"}
+    with Engine(**settings) as engine:
+        weighed = replace(Grammar.choice(["alpha", "beta"]), probabilities=True)
+        with pytest.raises(InvalidRequest, match="whole texts cannot be weighed with this model"):
+            engine.generate("abc", weighed)
+
+
+@torch.no_grad()
+def test_decays_stay_in_float32(tmp_path: Path) -> None:
+    reference("qwen3-next", tmp_path)
+    decoder = load_decoder(tmp_path, torch.bfloat16, CPU)
+    layer = decoder.layers[0].self_attn
+    assert layer.A_log.dtype is layer.dt_bias.dtype is torch.float32
+    assert layer.conv1d.dtype is layer.norm.dtype is torch.bfloat16
+    # Of a norm in float32 by weights less 1, whatever the others are.
+    assert decoder.layers[0].input_layernorm.weight.dtype is torch.float32
