@@ -174,6 +174,11 @@ def _choice(d: Draw, batch: int) -> Iterator[Work]:
         bits = d.integers(-(2**31), 2**31, rows, words, dtype=torch.int32)
         return d.normal(rows, VOCAB), bits
 
+    def penalised() -> tuple[Any, ...]:
+        counts = d.integers(0, 2, rows, VOCAB).int()
+        wide = d.normal(rows, VOCAB).float()
+        return wide, counts, counts > 0, *(d.uniform(rows) + 0.5 for _ in range(3))
+
     def sampled() -> tuple[Any, ...]:
         return *masked(), None, d.uniform(rows) + 0.5, d.integers(0, 2**62, rows)
 
@@ -192,6 +197,13 @@ def _choice(d: Draw, batch: int) -> Iterator[Work]:
 
     yield Work(
         f"apply_bitmask/{rows}", kernels.apply_bitmask, masked, read + masks, config="apply_bitmask"
+    )
+    yield Work(
+        f"apply_penalties/{rows}",
+        kernels.apply_penalties,
+        penalised,
+        13 * rows * VOCAB,
+        config="apply_bitmask",
     )
     for name, inputs, entry in (
         ("greedy", masked, "choose"),

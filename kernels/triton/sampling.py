@@ -64,6 +64,45 @@ def apply_bitmask(logits: Tensor, rows: Tensor, places: Tensor | None = None) ->
 
 
 @triton.jit
+def _apply_penalties(
+    logits, counts, prompts, repetition, presence, frequency, vocab, SIZE: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    inside = token < vocab
+    place = row * vocab + token
+    value = tl.load(logits + place, mask=inside, other=0.0)
+    count = tl.load(counts + place, mask=inside, other=0)
+    output = count > 0
+    seen = output | (tl.load(prompts + place, mask=inside, other=0) != 0)
+    factor = tl.load(repetition + row)
+    value = tl.where(seen, tl.where(value > 0, value / factor, value * factor), value)
+    value = tl.where(output, value - tl.load(presence + row), value)
+    value -= tl.load(frequency + row) * count.to(tl.float32)
+    tl.store(logits + place, value, mask=inside & seen)
+
+
+def apply_penalties(
+    logits: Tensor,
+    output_counts: Tensor,
+    in_prompt: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """See :func:`overlap_spec.kernels.apply_penalties`; tensors without gaps."""
+    require_float("apply_penalties", logits)
+    vocab = logits.shape[1]
+    tuned = config("apply_bitmask", logits.device)
+    launch(
+        _apply_penalties,
+        (len(logits), -(-vocab // tuned["block"])),
+        logits, output_counts, in_prompt, repetition, presence, frequency, vocab,
+        SIZE=tuned["block"], num_warps=tuned["num_warps"],
+    )  # fmt: skip
+
+
+@triton.jit
 def _mixed(z):
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

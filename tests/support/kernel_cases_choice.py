@@ -53,7 +53,8 @@ def apply_penalties(draw: Draw, device: torch.device) -> None:
     factors = i.uniform(count) + 0.5, i.uniform(count) - 0.5, i.uniform(count) - 0.5
     args = counts, i.bools(i.one_of(0.0, 0.3), count, vocab), *factors
     mine, theirs = logits.clone(), logits.clone()
-    triton(kernels.apply_penalties, mine, *args)
+    with small("apply_bitmask"):
+        triton(kernels.apply_penalties, mine, *args)
     reference(kernels.apply_penalties, theirs, *args)
     torch.testing.assert_close(mine, theirs)
 
