@@ -61,7 +61,7 @@ LAYOUTS: dict[str, Names] = {
     ),
     "DeepSeek's names, two modules": Names(QWEN2, DEEPSEEK, "", *DEEPSEEK_PARTS, modules=2),
     "MiMo": Names(MIMO, "model.mtp_layers.0.", "", *MIMO_PARTS, hidden_first=True),
-    "Qwen3-Next's names": Names(QWEN3, "mtp.", "layers.0.", *QWEN_PARTS),
+    "Qwen3-Next's": Names(QWEN3, "mtp.", "layers.0.", *QWEN_PARTS),
     "Qwen3-Next's names, two layers": Names(QWEN3, "mtp.", "layers.0.", *QWEN_PARTS, modules=2),
 }
 
