@@ -205,7 +205,8 @@ def inputs_of(runner: ModelRunner, cell: Cell) -> tuple[Tensor, ...] | None:
     parents = above.expand(batch, -1).contiguous()
     tree = build_tree(drawn[:, 0], drawn[:, 1:].contiguous(), parents, scores, nodes)
     positions = torch.full((batch,), context, device=device)
-    return pages, positions, tree.tokens, tree.depths, tree.ancestors
+    rows = torch.arange(batch, device=device)
+    return rows, pages, positions, tree.tokens, tree.depths, tree.ancestors
 
 
 def _by_events(recorded: Recorded, inputs: tuple[Tensor, ...]) -> list[float]:

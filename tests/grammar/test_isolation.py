@@ -243,7 +243,7 @@ def test_a_worker_killed_from_outside(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))
     future = compiler.submit(job("slow 1"))
     until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
-    # The one that has the job, which was forked first, last: else another one has it, and is killed.
+    # The one that has the job was forked first. It goes last: else another one has it, and goes.
     for pid in pids(compiler)[:0:-1]:
         os.kill(pid, signal.SIGKILL)
     assert future.result(20).memory_bytes == 6
