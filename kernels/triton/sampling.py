@@ -63,7 +63,8 @@ def apply_bitmask(logits: Tensor, rows: Tensor, places: Tensor | None = None) ->
     )  # fmt: skip
 
 
-@triton.jit
+# A block of rows may begin anywhere.
+@triton.jit(do_not_specialize_on_alignment=["logits"])
 def _apply_penalties(
     logits, counts, prompts, repetition, presence, frequency, vocab, SIZE: tl.constexpr
 ):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from overlap_spec.kernels.sampling import PURPOSES, apply_bitmask, noise_keys
+from overlap_spec.kernels.sampling import PURPOSES, apply_bitmask, apply_penalties, noise_keys
 from overlap_spec.steps import Chunk, StepPlan
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.batch import Staging
@@ -78,7 +78,8 @@ def variants(told: bool, tier: Tier) -> list[tuple[bool, bool]]:
 
 
 def warm_sampler(worker: Worker) -> None:
-    """The choice of tokens, with and without masks, noise and filters, in both types of logits."""
+    """The choice of tokens, with and without masks, penalties, noise and filters, in both types of
+    logits."""
     runner, choose = worker.runner, worker.phases.sampler.choose
     tables, vocab = runner.tables, runner.tables.vocab_size
     words = -(-vocab // 32)
@@ -94,6 +95,9 @@ def warm_sampler(worker: Worker) -> None:
     for kind in kinds:
         logits = torch.zeros(2, vocab, dtype=kind, device=runner.device)
         apply_bitmask(logits, bits)
+    counts = torch.zeros(2, vocab, dtype=torch.int32, device=runner.device)
+    factors = (rows.float() for _ in range(3))
+    apply_penalties(counts.float(), counts, counts > 0, *factors)
     for purpose in PURPOSES:
         noise_keys(rows, rows, purpose)
 

@@ -178,7 +178,8 @@ def test_no_stream_races_another_for_states(
     first, settings = chaos.settings_of("tree", "crowded")
     target = {**tiny, "model": str(tmp_path)}
     with watched(target, monkeypatch, held, **settings) as (world, engine):
-        serve(engine, first, 2)
+        # Batches that preempt requests.
+        serve(engine, first + 9, 2)
         assert engine.core.scheduler.preemptions > 0
     assert races(world) == []
 
