@@ -181,8 +181,9 @@ def named_server(text: str) -> tuple[str, str]:
 
 
 def named_peer(text: str) -> tuple[str, str]:
-    name, _, program = text.partition("=")
-    if name not in PEERS or shutil.which(program) is None:
+    name, _, given = text.partition("=")
+    program = shutil.which(given)
+    if name not in PEERS or program is None:
         kinds = " or ".join(PEERS)
         raise ConfigError(f"--peer must be KIND=PROGRAM, of {kinds}, and one that runs: {text!r}")
     return name, program
