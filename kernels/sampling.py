@@ -82,8 +82,8 @@ def apply_penalties(
         in_prompt: bool ``(L, V)``; repetition counts these too.
         repetition, presence, frequency: float32 ``(L,)``.
     """
-    output, seen = output_counts > 0, in_prompt | (output_counts > 0)
-    factor = torch.where(seen, repetition[:, None], 1.0)
+    output = output_counts > 0
+    factor = torch.where(in_prompt | output, repetition[:, None], 1.0)
     torch.where(logits > 0, logits / factor, logits * factor, out=logits)
     logits -= presence[:, None] * output
     logits -= frequency[:, None] * output_counts

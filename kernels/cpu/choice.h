@@ -5,6 +5,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstdint>
 #include <limits>
@@ -99,15 +100,17 @@ struct Ranked {
   }
 };
 
-struct Filters {
-  const int64_t* top_k;
-  const float *top_p, *min_p;
-};
+// The calling thread's room for a row of numbers, until it asks again.
+inline float* scratch(int64_t size) {
+  static thread_local std::vector<float> numbers;
+  numbers.resize(size);
+  return numbers.data();
+}
 
 // A row's weights by size: as integers floats over 0 are in the same order.
 class Ranking {
  public:
-  // `weights (size,)`: 0 for what cannot be chosen.
+  // `weights (size,)`: 0 for what cannot be chosen, and none below.
   Ranking(const float* weights, int64_t size) : weights_(weights), size_(size) {
     for (int64_t token = 0; token < size; ++token) {
       ++counts_[bucket(weights[token])];
@@ -146,13 +149,13 @@ class Ranking {
  private:
   static constexpr int BUCKETS = 4096;
 
-  static int bucket(float weight) { return std::bit_cast<int32_t>(weight > 0 ? weight : 0.0f) >> 19; }
+  static int bucket(float weight) { return std::bit_cast<int32_t>(weight) >> 19; }
 
   std::vector<Ranked> sorted(int at) const {
     std::vector<Ranked> tokens;
     tokens.reserve(counts_[at]);
     for (int64_t token = 0; token < size_; ++token)
-      if (weights_[token] > 0 && bucket(weights_[token]) == at)
+      if (bucket(weights_[token]) == at)
         tokens.push_back({weights_[token], token});
     std::sort(tokens.begin(), tokens.end());
     return tokens;
@@ -160,8 +163,8 @@ class Ranking {
 
   const float* weights_;
   int64_t size_;
-  std::vector<int64_t> counts_ = std::vector<int64_t>(BUCKETS);
-  std::vector<double> sums_ = std::vector<double>(BUCKETS);
+  std::array<int64_t, BUCKETS> counts_{};
+  std::array<double, BUCKETS> sums_{};
 };
 
 // The token of the largest weight over its noise, `weigh(token)` giving a vector of weights; -1
@@ -203,6 +206,13 @@ struct Row {
     return {most(largest.best), largest.token(NEVER)};
   }
 
+  // Odds of the tokens from `token` on, at a temperature over 0: 1 of one with the logit `best`.
+  Floats weights(int64_t token, float best, float heat) const {
+    Ints here = counted(token);
+    if (!any(here)) return Floats{};
+    return lanes::choose(here, lanes::exp((load(logits + token, size - token) - best) / heat), Floats{});
+  }
+
   // A draw at a temperature over 0; `best` is the best token's logit.
   int64_t drawn(float best, float heat, int64_t key) const {
     return draw(size, key, [&](int64_t token) { return weights(token, best, heat); });
@@ -210,25 +220,21 @@ struct Row {
 
   int64_t drawn(float best, float heat, int64_t key, int64_t top_k, float top_p, float min_p) const {
     if (top_k >= size && top_p >= 1 && min_p <= 0) return drawn(best, heat, key);
-    std::vector<float> found(size);
-    for (int64_t token = 0; token < size; token += LANES)
-      store(found.data() + token, weights(token, best, heat), size - token);
-    Ranked last = Ranking(found.data(), size).last_kept(top_k, top_p);
+    float* found = scratch(size);
+    for (int64_t token = 0; token < size; token += LANES) {
+      Floats odds = weights(token, best, heat);
+      // What is no number, beside an infinite logit, is not chosen.
+      store(found + token, lanes::choose(odds > 0, odds, Floats{}), size - token);
+    }
+    Ranked last = Ranking(found, size).last_kept(top_k, top_p);
     // The best one's weight is 1.
     float least = std::min(min_p, 1.0f);
     return draw(size, key, [&](int64_t token) {
-      Floats x = load(found.data() + token, size - token);
+      Floats x = load(found + token, size - token);
       Ints tied = numbers() <= static_cast<int32_t>(last.token - token);
       Ints kept = ((x > last.weight) | ((x == last.weight) & tied)) & (x >= least);
       return lanes::choose(kept, x, Floats{});
     });
-  }
-
- private:
-  Floats weights(int64_t token, float best, float heat) const {
-    Ints here = counted(token);
-    if (!any(here)) return Floats{};
-    return lanes::choose(here, lanes::exp((load(logits + token, size - token) - best) / heat), Floats{});
   }
 };
 

@@ -11,7 +11,6 @@
 #include <numeric>
 #include <optional>
 #include <tuple>
-#include <vector>
 
 #include "choice.h"
 #include "lanes.h"
@@ -72,25 +71,24 @@ void find_probable(const T* row, int64_t size, const Best& best) {
   for (int64_t i = 0; i < best.count; ++i) best.scores[i] -= first + std::log(total);
 }
 
-// The odds over the noise that the target's choice has; `moved` as the offsets are.
+// The odds over the noise that the target's choice has, at a temperature over 0; `moved` as the
+// offsets are.
 template <typename T>
 void find_drawn(const T* row, int64_t size, float heat, int64_t key, const int64_t* moved,
                 const Best& best) {
-  std::vector<float> odds(size);
-  std::vector<int32_t> tokens(size + LANES);
-  for (int64_t i = 0; i < size; ++i) tokens[i] = static_cast<int32_t>(moved ? i + moved[i] : i);
+  choice::Row<T> tokens{row, size, nullptr};
   choice::Largest largest;
   for (int64_t i = 0; i < size; i += LANES)
-    largest.add(load(row + i, size - i), choice::inside(i, size), i);
-  float first = most(largest.best);
+    largest.add(load(row + i, size - i), tokens.counted(i), i);
+  float first = most(largest.best), *odds = choice::scratch(size);
   for (int64_t i = 0; i < size; i += LANES) {
-    Floats some = lanes::exp((load(row + i, size - i) - first) / (heat > 0 ? heat : 1));
-    Ints named;
-    std::memcpy(&named, tokens.data() + i, sizeof named);
-    store(odds.data() + i, heat > 0 ? some / choice::exponentials(key, named) : some, size - i);
+    Ints named = numbers() + static_cast<int32_t>(i);
+    for (int64_t lane = 0; moved && lane < std::min(LANES, size - i); ++lane)
+      named[lane] += static_cast<int32_t>(moved[i + lane]);
+    store(odds + i, tokens.weights(i, first, heat) / choice::exponentials(key, named), size - i);
   }
-  find_best(odds.data(), size, best);
-  float total = summed(size, [&](int64_t i) { return load(odds.data() + i, size - i); });
+  find_best(odds, size, best);
+  float total = summed(size, [&](int64_t i) { return load(odds + i, size - i); });
   for (int64_t i = 0; i < best.count; ++i) best.scores[i] = std::log(best.scores[i] / total);
 }
 
@@ -111,8 +109,9 @@ std::tuple<Tensor, Tensor> top_candidates(const Tensor& given, int64_t count,
       for (int64_t r = begin; r < end; ++r) {
         Best best{into<float>(scores) + r * count, into<int64_t>(ids) + r * count, count};
         const T* row = data<T>(logits) + r * size;
-        if (noise.defined())
-          find_drawn(row, size, data<float>(heats)[r], data<int64_t>(noise)[r], moved, best);
+        float heat = noise.defined() ? data<float>(heats)[r] : 0;
+        if (heat > 0)
+          find_drawn(row, size, heat, data<int64_t>(noise)[r], moved, best);
         else
           find_probable(row, size, best);
         for (int64_t i = 0; moved && i < count; ++i) best.ids[i] += moved[best.ids[i]];
