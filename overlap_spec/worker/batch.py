@@ -116,7 +116,8 @@ class PlanUpload:
         if plan.chunks:
             longest = max(len(c.tokens) + c.final for c in plan.chunks)
             lengths = tuple(len(c.tokens) for c in plan.chunks)
-            kept = tuple(_kept(plan)[0].tolist())
+            # Of the parts the first of the last three.
+            kept = tuple(parts[-3].tolist())
             chunks = Chunks(longest, lengths, kept, *tensors[own:])
         return Batch(plan, chunks, *tensors[:own])
 
