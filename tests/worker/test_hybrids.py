@@ -22,18 +22,21 @@ from tests.support import chaos, checkpoints
 from tests.support.drafters import Knows
 from tests.support.layouts import LAYOUTS
 from tests.support.layouts import write as write_head
-from tests.support.models import CASES, DELTA, HYBRID, Cache, greedy, reference
+from tests.support.models import DELTA, HYBRID, Cache, greedy, reference
 from tests.support.mtp import run_module
-from tests.support.policies import share_nodes
+from tests.support.targets import (
+    COMMON,
+    SHAPES,
+    answer,
+    ask,
+    generate,
+    hold_drafts,
+    of_bytes,
+    texts,
+)
 from tests.support.tiers import few
 
 CPU = torch.device("cpu")
-COMMON: dict[str, Any] = {"dtype": "float32", "grammar_isolated": False, "adaptive": "static"}
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"num_steps": 4},
-    "tree": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
-    "ragged": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
-}
 MODES = "none", "double-sync", "once-sync"
 
 
@@ -43,31 +46,8 @@ def published(
 ) -> tuple[Any, Path]:
     """A model of `transformers` with a vocabulary of bytes, and its folder."""
     folder = tmp_path_factory.mktemp("hybrid")
-    family, extra = CASES[request.param]
-    sizes = {"vocab_size": 260, "max_position_embeddings": 4400, "tie_word_embeddings": False}
-    CASES["of bytes"] = family, {**extra, **sizes}
-    try:
-        model = reference("of bytes", folder)
-    finally:
-        del CASES["of bytes"]
-    checkpoints.write_tokenizer(folder)
-    return model, folder
-
-
-def texts(*lengths: int) -> list[list[int]]:
-    """Prompts that start alike."""
-    draw = torch.Generator().manual_seed(1)
-    shared = torch.randint(0, 256, (max(lengths),), generator=draw).tolist()
-    return [shared[: n - n // 4] + [7] * (n // 4) for n in lengths]
-
-
-def generate(engine: Engine, prompts: list[list[int]], tokens: int = 16) -> list[Output]:
-    sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    return engine.generate(prompts, sampling=sampling)
-
-
-def ask(engine: Engine, prompts: list[list[int]], tokens: int = 16) -> list[list[int]]:
-    return [list(output.token_ids) for output in generate(engine, prompts, tokens)]
+    sizes = {"max_position_embeddings": 4400, "tie_word_embeddings": False}
+    return of_bytes(request.param, folder, **sizes), folder
 
 
 @pytest.mark.parametrize("graphs", few((True, False), True))
@@ -157,29 +137,15 @@ def write_module(folder: Path) -> dict[str, torch.Tensor]:
     return parts
 
 
-CUT = {"max_tokens": 32, "complete": False}
-BATCH: list[tuple[Any, dict[str, Any]]] = [
-    (None, {"temperature": 0, **CUT}),
-    (None, {"temperature": 0.9, "seed": 11, "top_p": 0.95, **CUT}),
-    (Grammar.json_schema(chaos.PERSON), {"temperature": 0, **CUT}),
-    (Grammar.regex(r"([a-f]{3}-\d{1,4}){9}"), {"temperature": 0.9, "seed": 3, **CUT}),
-]
-PROMPTS = [f"abcabc {n} abcabc " * (1 + n % 3) for n in range(len(BATCH))]
 DRAFTERS = (
     "knows", "ngram", "suffix", "slots", "suffix,eagle3", "grammar", "eagle", "eagle3", "parallel",
     "draft_model", "mtp",
 )  # fmt: skip
 
 
-def answer(engine: Engine) -> list[Output]:
-    return engine.generate(PROMPTS, [g for g, _ in BATCH], [s for _, s in BATCH])
-
-
 @pytest.fixture(scope="module")
 def plain(tiny: dict[str, Any], drafted: dict[str, str]) -> list[Output]:
-    settings = {**tiny, **COMMON, "model": drafted["target"], "algorithm": "none"}
-    with Engine(**settings, overlap="none") as engine:
-        return answer(engine)
+    return answer({**tiny, "model": drafted["target"]})
 
 
 EVERY = [(name, shape) for name in DRAFTERS for shape in SHAPES]
@@ -196,18 +162,11 @@ def test_drafts_change_nothing(
     plain: list[Output],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = {**tiny, **COMMON, "model": drafted["target"], "draft": drafted[name]}
+    settings = {**tiny, "model": drafted["target"], "draft": drafted[name]}
     for overlap in MODES:
         algorithm = Knows([its.token_ids for its in plain]) if name == "knows" else name
-        with Engine(**settings, algorithm=algorithm, overlap=overlap, **SHAPES[shape]) as engine:
-            if shape == "ragged":
-                share_nodes(monkeypatch, engine, lambda batch, _: 5 * batch)
-            outputs = answer(engine)
-            assert engine.snapshot()["drafter"]["faults"] == 0
-            assert engine.core.scheduler.allocator.in_use == 0
-        for mine, its in zip(outputs, plain, strict=True):
-            assert (mine.text, mine.token_ids, mine.error) == (its.text, its.token_ids, None)
-        assert sum(output.stats.drafted_tokens for output in outputs) > 0
+        own = {**settings, "algorithm": algorithm, "overlap": overlap}
+        outputs = hold_drafts(own, shape, plain, monkeypatch)
         if name == "knows":
             assert all(output.stats.accepted_drafts > 5 for output in outputs)
 

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.grammar.spec import Grammar
 from overlap_spec.models.config import read_config
 from overlap_spec.models.shard import Shard
 from overlap_spec.models.weights import export_state, load_decoder, load_mtp
@@ -22,14 +21,22 @@ from overlap_spec.types import Output
 from tests.support import chaos, checkpoints, dflash
 from tests.support.layouts import LAYOUTS
 from tests.support.layouts import write as write_head
-from tests.support.models import CASES, LATENT, greedy, reference
+from tests.support.models import LATENT, greedy, reference
 from tests.support.mtp import run_module
-from tests.support.policies import share_nodes
 from tests.support.quantised import FP8
+from tests.support.targets import (
+    COMMON,
+    SHAPES,
+    answer,
+    ask,
+    generate,
+    hold_drafts,
+    of_bytes,
+    texts,
+)
 from tests.support.tiers import few
 
 CPU = torch.device("cpu")
-COMMON = {"dtype": "float32", "grammar_isolated": False, "adaptive": "static"}
 NEXT = {"topk_group": 2, "n_group": 4, "q_lora_rank": 20, "num_nextn_predict_layers": 1}
 V3 = {
     **LATENT, **NEXT, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -43,30 +50,7 @@ def published(
 ) -> tuple[Any, Path]:
     """A model of `transformers` with a vocabulary of bytes, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
-    family, extra = CASES[request.param]
-    CASES["of bytes"] = family, {**extra, "vocab_size": 260, "max_position_embeddings": 4200}
-    try:
-        model = reference("of bytes", folder)
-    finally:
-        del CASES["of bytes"]
-    checkpoints.write_tokenizer(folder)
-    return model, folder
-
-
-def texts(*lengths: int) -> list[list[int]]:
-    """Prompts that start alike."""
-    draw = torch.Generator().manual_seed(1)
-    shared = torch.randint(0, 256, (max(lengths),), generator=draw).tolist()
-    return [shared[: n - n // 4] + [7] * (n // 4) for n in lengths]
-
-
-def generate(engine: Engine, prompts: list[list[int]], tokens: int = 16) -> list[Output]:
-    sampling = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    return engine.generate(prompts, sampling=sampling)
-
-
-def ask(engine: Engine, prompts: list[list[int]], tokens: int = 16) -> list[list[int]]:
-    return [list(output.token_ids) for output in generate(engine, prompts, tokens)]
+    return of_bytes(request.param, folder, max_position_embeddings=4200), folder
 
 
 def test_chunks_of_any_size_and_reused_pages(published: tuple[Any, Path]) -> None:
@@ -170,34 +154,15 @@ def write_module(folder: Path) -> dict[str, torch.Tensor]:
     return module
 
 
-CUT = {"max_tokens": 32, "complete": False}
-BATCH = [
-    (None, {"temperature": 0, **CUT}),
-    (None, {"temperature": 0.9, "seed": 11, "top_p": 0.95, **CUT}),
-    (Grammar.json_schema(chaos.PERSON), {"temperature": 0, **CUT}),
-    (Grammar.regex(r"([a-f]{3}-\d{1,4}){9}"), {"temperature": 0.9, "seed": 3, **CUT}),
-]
-PROMPTS = [f"abcabc {n} abcabc " * (1 + n % 3) for n in range(len(BATCH))]
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"num_steps": 4},
-    "tree": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
-    "ragged": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
-}
 DRAFTERS = (
     "ngram", "suffix", "slots", "suffix,eagle3", "grammar", "eagle", "eagle3", "parallel",
     "dflash", "draft_model", "mtp",
 )  # fmt: skip
 
 
-def answer(engine: Engine) -> list[Output]:
-    return engine.generate(PROMPTS, [g for g, _ in BATCH], [s for _, s in BATCH])
-
-
 @pytest.fixture(scope="module")
 def plain(tiny: dict[str, Any], drafted: dict[str, str]) -> list[Output]:
-    settings = {**tiny, **COMMON, "model": drafted["target"], "algorithm": "none"}
-    with Engine(**settings, overlap="none") as engine:
-        return answer(engine)
+    return answer({**tiny, "model": drafted["target"]})
 
 
 EVERY = [(name, shape) for name in DRAFTERS for shape in SHAPES]
@@ -214,17 +179,9 @@ def test_drafts_change_nothing(
     plain: list[Output],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = {**tiny, **COMMON, "model": drafted["target"], "draft": drafted[name]}
+    settings = {**tiny, "model": drafted["target"], "draft": drafted[name], "algorithm": name}
     for overlap in ("none", "once-sync"):
-        with Engine(**settings, algorithm=name, overlap=overlap, **SHAPES[shape]) as engine:
-            if shape == "ragged":
-                share_nodes(monkeypatch, engine, lambda batch, _: 5 * batch)
-            outputs = answer(engine)
-            assert engine.snapshot()["drafter"]["faults"] == 0
-            assert engine.core.scheduler.allocator.in_use == 0
-        for mine, its in zip(outputs, plain, strict=True):
-            assert (mine.text, mine.token_ids, mine.error) == (its.text, its.token_ids, None)
-        assert sum(output.stats.drafted_tokens for output in outputs) > 0
+        outputs = hold_drafts({**settings, "overlap": overlap}, shape, plain, monkeypatch)
         if name == "draft_model":
             assert sum(output.stats.accepted_drafts for output in outputs) > 0
 
