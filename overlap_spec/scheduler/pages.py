@@ -48,15 +48,19 @@ class PageAllocator:
 
     @property
     def free_count(self) -> int:
-        return len(self._freed) + self.total - self.touched + self.tree.idle_pages
+        return self._unused + self.tree.idle_pages
 
     @property
     def in_use(self) -> int:
         return len(self._used) - self.tree.idle_pages
 
+    @property
+    def _unused(self) -> int:
+        return len(self._freed) + self.total - self.touched
+
     def take(self, count: int) -> tuple[int, ...]:
         """``count`` pages; the caller has checked that so many are free."""
-        self.free(self.tree.evict(count - (self.free_count - self.tree.idle_pages)))
+        self.free(self.tree.evict(count - self._unused))
         again = min(count, len(self._freed))
         fresh = range(self.touched + 1, self.touched + 1 + count - again)
         self.touched += len(fresh)
