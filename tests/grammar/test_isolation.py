@@ -246,6 +246,7 @@ def test_a_worker_killed_from_outside(compiler: GrammarCompiler) -> None:
     # The one that has the job was forked first. It goes last: else another one has it, and goes.
     for pid in pids(compiler)[:0:-1]:
         os.kill(pid, signal.SIGKILL)
+        until(lambda pid=pid: not is_running(pid))
     assert future.result(20).memory_bytes == 6
     assert compiler.compile(job("after")).memory_bytes == 5
 
