@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 # Ray is large: the tests of replicas need it.
 TESTED := $(VENV)/.installed-cluster
 
-.PHONY: demo test everyday test-ci test-busy test-slow test-cluster mutants lint bench check soak \
+.PHONY: demo test everyday test-ci test-busy test-slow test-cluster mutants lint bench check \
 	picture docs clean
 # In the order of their names: files with few tests are the longest, and would be left to the end.
 WORKERS ?= 2
@@ -47,10 +47,6 @@ bench: $(STAMP)
 
 check: $(STAMP)
 	$(BIN)/python -m bench.check --ci
-
-soak: $(STAMP)
-	$(BIN)/python -m bench.attack --seconds 300
-	$(BIN)/python -m bench.attack --disconnects 300 --minutes 2
 
 picture: $(STAMP)
 	$(BIN)/python examples/picture.py

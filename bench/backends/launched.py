@@ -26,7 +26,6 @@ import torch
 from bench.backends.base import Task
 from bench.backends.gguf_file import write_gguf, write_gguf_head
 from bench.client import ServerSystem
-from bench.served import end
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.load.asks import Ask
 from overlap_spec.load.client import Client
@@ -108,7 +107,12 @@ class LaunchedServer(ServerSystem):
 
     def close(self) -> None:
         """See :class:`bench.backends.base.System`."""
-        end(self.process)
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def _wait(self, name: str, url: str, log: Path) -> None:
         deadline = time.monotonic() + START_S

@@ -20,7 +20,6 @@ ELSEWHERE = {
     "ssl_certfile": "http_options of Ray Serve",
     "ssl_keyfile": "http_options of Ray Serve",
     "max_connections": "a proxy in front of Ray Serve",
-    "probe_port": "the probes of what Ray Serve runs on",
     "trusted_proxies": "a proxy in front of Ray Serve",
     "header_timeout_s": "a proxy in front of Ray Serve",
     "idle_timeout_s": "keep_alive_timeout_s in http_options of Ray Serve",

@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
 }
 # Bounds that are kept by this project's own HTTP server, which Ray Serve's stands in for.
-OWN_SERVERS = ("max_connections", "header_timeout_s", "probe_port", "trusted_proxies")
+OWN_SERVERS = ("max_connections", "header_timeout_s", "trusted_proxies")
 log = logging.getLogger("overlap_spec")
 
 

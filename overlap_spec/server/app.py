@@ -60,7 +60,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
             allow_methods=["GET", "POST"],
             # Clients send headers of their own, such as x-stainless-lang.
             allow_headers=["*"],
-            expose_headers=["Deprecation", "Retry-After"],
+            expose_headers=["Retry-After"],
         )
     return app
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Request as HttpRequest
@@ -134,7 +133,7 @@ async def _prepare(
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
         )
-        requests.append(replace(request, warnings=request.warnings + body.warnings))
+        requests.append(request)
         await asyncio.sleep(0)
     # Each choice has them.
     tokens = sum(len(request.prompt_ids) for request in requests) * (body.n or 1)
@@ -161,7 +160,7 @@ class CompletionFormatter(Format):
     ) -> None:
         self.tokenizer, self.body, self.head, self.requests = tokenizer, body, head, requests
         echoed = [self._echo(prompt) for prompt in each_prompt(body.prompt)]
-        self._count, self.headers = body.n or 1, body.headers
+        self._count = body.n or 1
         check_repeated(sum(map(len, echoed)) * self._count, "echo")
         self._echoes = [echo for echo in echoed for _ in range(self._count)]
 

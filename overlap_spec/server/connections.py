@@ -56,24 +56,20 @@ class Rooms:
     Args:
         most: Connections that may be open; for fewer addresses than others, see
             :class:`overlap_spec.shares.Shares`.
-        only_probes: Whether nothing else is answered.
         refused: Called for each connection that is closed for want of room.
     """
 
-    def __init__(self, most: int, refused: Callable[[], None], only_probes: bool = False) -> None:
+    def __init__(self, most: int, refused: Callable[[], None]) -> None:
         self.shares, self.refused = Shares(most), refused
         self.spare: dict[Connection, None] = {}
-        self.only_probes = only_probes
         text = f"{most} connections are open (max_connections)"
+        # To who asks a spare connection for anything else than a probe.
         self.full = ApiError(503, text, code="too_many_connections", kind="service_unavailable")
-        no_probe = ApiError(404, "this port answers GET /health and GET /ping alone")
-        # To who asks a spare connection for anything else.
-        self.error = no_probe if only_probes else self.full
 
     def enter(self, connection: Connection) -> bool:
         """Let a connection in; False: as a spare one, for a probe."""
         address = connection.address
-        if not self.only_probes and (self.shares.has_room(address) or self._make_room(connection)):
+        if self.shares.has_room(address) or self._make_room(connection):
             self.shares.add(address)
             return True
         self.spare[connection] = None
@@ -87,11 +83,6 @@ class Rooms:
             del self.spare[connection]
         else:
             self.shares.add(connection.address, -1)
-
-    def turned_away(self) -> None:
-        """Who asked a spare connection for something else has got :attr:`error`."""
-        if not self.only_probes:
-            self.refused()
 
     def _make_room(self, newcomer: Connection) -> bool:
         """Close an idle connection of who has most, and no fewer than the newcomer's address;
@@ -155,7 +146,7 @@ class Connection(H11Protocol):
         self._head_timer = self.loop.call_later(self._settings.header_timeout_s, self._late)
         self.is_let_in = self._rooms.enter(self)
         if not self.is_let_in:
-            self.app = ProbesOnly(self.app, self._rooms.error, self._rooms.turned_away)
+            self.app = ProbesOnly(self.app, self._rooms.full, self._rooms.refused)
         if self._tls is not None and not transport.is_closing():
             transport.pause_reading()
             self._handshake = self.loop.create_task(self._secure(transport, self._tls))

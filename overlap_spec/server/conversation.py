@@ -76,7 +76,6 @@ class Conversation:
             rendering=rendering,
             cache_salt=task.cache_salt,
         )
-        request = replace(request, warnings=request.warnings + task.warnings)
         form, opened = _reasoning(service), None
         if form is not None:
             opened = opened_by(form, service.engine.tokenizer.ending(request.prompt_ids))

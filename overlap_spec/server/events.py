@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,16 +105,14 @@ class Events(StreamingResponse):
         lines: Their bytes; TimeoutError ends the response before its end.
         end: Called exactly once at the end, even if the client leaves before the first event, with
             whether all events were sent.
-        more: Headers.
     """
 
     def __init__(
         self,
         lines: AsyncIterator[bytes],
         end: Callable[[bool], None],
-        more: Mapping[str, str] = {},
     ) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **more}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
         self._end, self._whole = end, False
 

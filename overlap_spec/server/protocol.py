@@ -52,8 +52,6 @@ Metadata = Annotated[
 # Kinds of `structured_outputs` that vLLM once took as fields of the body itself.
 GUIDED = ("json", "regex", "choice", "grammar", "json_object")
 GUIDED_ABOUT = "Deprecated: send structured_outputs."
-# Backends of constraints that servers have, before a colon and their options.
-BACKENDS = ("auto", "guidance", "llguidance", "lm-format-enforcer", "outlines", "xgrammar")
 
 
 class Strict(BaseModel):
@@ -327,6 +325,7 @@ class OpenAIBody(GenerationBody):
     request_id: Label | None = Field(None, description="The end of the reply's `id`.")
     rid: Label | None = Field(None, description="The reply's `id`, by which it can be aborted.")
     best_of: Annotated[int, Field(strict=True)] | None = Field(None, description="Only 1, or n.")
+
     guided_decoding_backend: Label | None = Field(
         None, description="Not used: the server's own holds the whole constraint."
     )
@@ -351,24 +350,6 @@ class OpenAIBody(GenerationBody):
         """The deprecated names of constraints that are in use, each with its value."""
         given = {kind: self.__dict__[f"guided_{kind}"] for kind in GUIDED}
         return {kind: value for kind, value in given.items() if value not in (None, False)}
-
-    @property
-    def is_deprecated(self) -> bool:
-        """Whether a field is in use that is kept for older clients alone."""
-        return bool(self.guided)
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Of the response: for older clients, as RFC 9745 has it, since when they are."""
-        return {"Deprecation": "@1767225600"} if self.is_deprecated else {}
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the body asks for and nothing heeds."""
-        name = self.guided_decoding_backend
-        if name is None or name.partition(":")[0] in BACKENDS:
-            return ()
-        return (f"guided_decoding_backend: {name!r} is not known, and not used",)
 
     def own_id(self, prefix: str) -> str | None:
         """The reply's id as the body names it: `rid`, or `request_id` behind a prefix.

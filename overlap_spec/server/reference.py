@@ -121,20 +121,15 @@ def _parameters(operation: dict[str, Any]) -> dict[str, Any]:
 
 
 def _examples(method: str, path: str, body: Mapping[str, Any] | None) -> list[str]:
-    """A call of a route by curl, and the same in Python."""
+    """A call of a route by curl."""
     for name, value in IN_PATHS.items():
         path = path.replace(f"{{{name}}}", value)
-    curl, given = f"curl -s {URL}{path}", [f'"{URL}{path}"']
+    curl = f"curl -s {URL}{path}"
     if body is not None:
         curl += f" \\\n  -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
-        fields = [f"        {json.dumps(name)}: {json.dumps(body[name])},\n" for name in body]
-        given.append(f"json={{\n{''.join(fields)}    }}")
     elif method == "post":
         curl += " -X POST"
-    python = f"httpx.{method}({given[0]})"
-    if body is not None:
-        python = f"httpx.{method}(\n    {given[0]},\n    {given[1]},\n)"
-    return ["```bash", curl, "```", "", "```python", "import httpx", "", python, "```", ""]
+    return ["```bash", curl, "```", ""]
 
 
 def _section(

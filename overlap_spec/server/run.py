@@ -20,12 +20,7 @@ from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.server.app import create_app
-from overlap_spec.server.connections import (
-    SPARE,
-    Connection,
-    Rooms,
-    most_connections,
-)
+from overlap_spec.server.connections import Connection, Rooms, most_connections
 from overlap_spec.server.loop_turns import FaultLog, timed_loop
 from overlap_spec.server.service import Service
 from overlap_spec.server.settings import ServerSettings
@@ -74,7 +69,6 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
     app.openapi()
     # Before the engine loads, which takes long for nothing if a port is taken.
     sockets = bind(settings.host, settings.port)
-    probes = [] if settings.probe_port is None else bind(settings.host, settings.probe_port)
     log.info("tool_call_parser: %s", settings.tool_call_parser or "none")
     # Noted until the loop handles it: an exit in the middle would leave half a loop, and a mask
     # holds for one thread alone.
@@ -85,7 +79,7 @@ def serve(engine: AsyncEngine, settings: ServerSettings, log_level: str = "info"
         contextlib.suppress(asyncio.CancelledError),
         asyncio.Runner(loop_factory=timed_loop(service.metrics.turns)) as runner,
     ):
-        runner.run(_serve(service, Server(config, service, probes), sockets, ends))
+        runner.run(_serve(service, Server(config, service), sockets, ends))
 
 
 async def _serve(
@@ -154,12 +148,6 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
-def _shown(listener: socket.socket) -> str:
-    """The address and port of a socket that listens."""
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _unusable(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(f"port: cannot listen on {host}:{port}: {error.strerror or error}")
 
@@ -168,11 +156,9 @@ class Server(uvicorn.Server):
     """Logs its address, which a port of 0 leaves open; ends what still runs after the drain; does
     not raise its signal again."""
 
-    def __init__(
-        self, config: uvicorn.Config, service: Service, probes: list[socket.socket]
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._service, self._probes = service, probes
+        self._service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         settings = self._service.settings
@@ -184,34 +170,12 @@ class Server(uvicorn.Server):
         except OSError as error:
             # Two servers can be bound alike until one listens.
             raise _unusable(settings.host, settings.port, error) from None
-        try:
-            await self._listen_for_probes()
-        except OSError as error:
-            raise _unusable(settings.host, settings.probe_port or 0, error) from None
         self._service.metrics.turns.reset()
-        for each in self._probes:
-            log.info("probes on http://%s", _shown(each))
         scheme = "http" if settings.ssl_certfile is None else "https"
         for each in sockets or []:
-            log.info("serving on %s://%s", scheme, _shown(each))
-
-    async def _listen_for_probes(self) -> None:
-        """Answer probes on their own sockets."""
-        rooms = Rooms(SPARE, self._service.metrics.refused.inc, only_probes=True)
-
-        def connection() -> Connection:
-            return Connection(
-                self._service.settings,
-                rooms,
-                None,
-                config=self.config,
-                server_state=self.server_state,
-                app_state=self.lifespan.state,
-            )
-
-        loop = asyncio.get_running_loop()
-        for each in self._probes:
-            self.servers.append(await loop.create_server(connection, sock=each, backlog=SPARE))
+            host, port = each.getsockname()[:2]
+            host = f"[{host}]" if ":" in host else host
+            log.info("serving on %s://%s:%s", scheme, host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         settings, loop = self._service.settings, asyncio.get_running_loop()

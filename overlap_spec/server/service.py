@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
@@ -58,11 +58,9 @@ class Format(ABC):
 
     Attributes:
         wire: How its streams look.
-        headers: Of the response.
     """
 
     wire = Wire()
-    headers: Mapping[str, str] = {}
 
     @abstractmethod
     def whole(self, outputs: Sequence[Output]) -> Any:
@@ -196,7 +194,7 @@ class Service:
         outputs: list[Output] = await self.run_until_disconnect(http, self._outputs(group))
 
         def make() -> Json:
-            reply = Json(shown.whole(outputs), headers=shown.headers)
+            reply = Json(shown.whole(outputs))
             # Freeing hundreds of thousands of objects takes long as well.
             outputs.clear()
             return reply
@@ -254,7 +252,7 @@ class Service:
             if not whole:
                 self.metrics.gone.inc()
 
-        return Events(lines(), end, shown.headers)
+        return Events(lines(), end)
 
 
 async def _serving(http: HttpRequest) -> Service:

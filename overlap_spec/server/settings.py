@@ -19,10 +19,6 @@ class ServerSettings:
 
     host: Annotated[str, Help("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Help("Port to listen on; 0 takes a free one.")] = 30000
-    probe_port: Annotated[
-        int | None,
-        Help("Port that answers /health and /ping alone, without TLS; 0 takes a free one."),
-    ] = None
     ssl_certfile: Annotated[
         Path | None, Help("Certificate chain (PEM); with it, the server speaks HTTPS.")
     ] = None
@@ -127,12 +123,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         """Raise ConfigError that names the first invalid setting."""
-        for name in ("port", "probe_port"):
-            number = getattr(self, name)
-            if number is not None and not 0 <= number < 65536:
-                raise ConfigError(f"{name} must be between 0 and 65535: {number}")
-        if self.probe_port and self.probe_port == self.port:
-            raise ConfigError(f"probe_port is port: {self.port}; take another one")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be between 0 and 65535: {self.port}")
         for proxy in self.trusted_proxies:
             try:
                 ipaddress.ip_network(proxy)

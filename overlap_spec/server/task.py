@@ -72,13 +72,11 @@ class ToolAsk:
         tools: In the form of chat completions.
         choice: ``none``, ``auto``, ``required``, or the form of chat completions for some of them.
         parallel: Whether several may be called at once; None where the body does not say.
-        fields: What the body calls tools and choice.
     """
 
     tools: Sequence[dict[str, Any]] | None = None
     choice: Any = None
     parallel: bool | None = None
-    fields: tuple[str, str] = ("tools", "tool_choice")
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,6 @@ class ChatTask:
         effort: How much the model thinks; ``effort_field`` is what the body calls it.
         open_answer, continues: See :class:`overlap_spec.chat_template.Rendering`.
         separate: Split thinking from the answer.
-        warnings: What the body asks for and nothing heeds.
     """
 
     messages: list[dict[str, Any]]
@@ -111,4 +108,3 @@ class ChatTask:
     separate: bool = True
     priority: int = 0
     cache_salt: str = ""
-    warnings: tuple[str, ...] = ()

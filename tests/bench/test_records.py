@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +59,6 @@ def test_a_record_can_be_made_again_from_its_lines(folder: Path, name: str) -> N
     assert record["samples"] == len(samples)
 
 
-@pytest.mark.ci
-def test_gsm8k_finds_both_sides_alike(folder: Path) -> None:
-    record, samples = read(folder, "gsm8k")
-    assert record["equal"] == 1.0
-    on, off = record["sides"]["once-sync"], record["sides"]["none"]
-    assert on["output_tokens"] == off["output_tokens"] > 4
-    assert on["accept_length"] == off["accept_length"] > 1
-    assert on["requests"] == 4
-    # Who begins changes with every chunk.
-    assert [s["side"] for s in samples] == ["once-sync", "none", "none", "once-sync"]
-    replies = [reply for s in samples if s["side"] == "none" for reply in s["replies"]]
-    tokens = sum(reply["tokens"] for reply in replies)
-    seconds = sum(s["seconds"] for s in samples if s["side"] == "none")
-    assert off["tokens_per_second"] == pytest.approx(tokens / seconds, rel=1e-4)
-    assert [reply["shot"] for reply in replies] == [True, True, False, False]
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [
@@ -99,63 +81,6 @@ def test_gsm8k_scores() -> None:
     ]
     found = gsm8k.scores([{"replies": replies}])
     assert found == {"accuracy": 0.5, "accuracy_unseen": pytest.approx(1 / 3), "invalid": 0.25}
-
-
-@pytest.mark.ci
-def test_json_record_counts_validity(folder: Path) -> None:
-    record, samples = read(folder, "json_schema")
-    for name in ("xgrammar", "llguidance"):
-        entry = record["backends"][name]
-        assert (entry["taken"], entry["refused"]) == (2, 0)
-        replies = [
-            reply
-            for s in samples
-            if s["kind"] == "answers" and s["backend"] == name and s["constrained"]
-            for reply in s["replies"]
-        ]
-        ended = [reply for reply in replies if reply["finish_reason"] == "stop"]
-        assert all(reply["valid"] for reply in ended)
-        assert entry["constrained"]["finished"] == len(ended)
-        assert 0 <= entry["constrained"]["hidden_fraction"] <= 1
-        assert "hidden_fraction" not in entry["unconstrained"]
-    assert record["equal"] == 1.0
-
-
-@pytest.mark.ci
-def test_peers_say_the_same_and_missing_ones_are_named(folder: Path) -> None:
-    record, _ = read(folder, "peers")
-    for workload in ("batch 1", "batch 16"):
-        systems = record["workloads"][workload]
-        assert {"overlap-spec", "overlap-spec plain", peers.LOCAL} <= set(systems)
-        for name, side in systems.items():
-            assert side["requests"] == 2, name
-            assert side["valid_share"] in (None, 1.0), name
-            assert side["same_text"] == 1.0, name
-            assert side["tokens_per_second"] > 0
-        assert systems["overlap-spec"]["ratio"] is None
-        assert systems["overlap-spec"]["busy_ms_per_step"]["compute: verify"] > 0
-    assert "no server" in record["missing"]["sglang"]
-    assert {"vllm", "llama-server"} <= set(record["missing"])
-
-
-@pytest.mark.ci
-def test_peers_tell_the_first_requests_apart(folder: Path) -> None:
-    record, samples = read(folder, "peers")
-    names = set(record["workloads"]["batch 1"])
-    assert set(record["first"]) == names
-    assert any(name.startswith("by hand: overlap=none") for name in names)
-    for name, first in record["first"].items():
-        (early,) = (s for s in samples if (s["kind"], s.get("system")) == ("first", name))
-        (later,) = (
-            s for s in samples if s["kind"] == "answers" and (s["system"], s["batch"]) == (name, 1)
-        )
-        rates = [
-            sum(r["tokens"] for r in s["replies"])
-            / sum(r["end_to_end_ms"] / 1e3 for r in s["replies"])
-            for s in (early, later)
-        ]
-        assert first["share"] == pytest.approx(rates[0] / rates[1], rel=1e-3)
-        assert first["tokens_per_second"] == pytest.approx(rates[0], rel=1e-3)
 
 
 def test_settings_by_hand() -> None:
@@ -280,24 +205,3 @@ def test_all_reaches_every_benchmark() -> None:
         if 'if __name__ == "__main__"' in path.read_text(encoding="utf-8")
     }
     assert commands == {*everything.USUAL, *everything.OTHERS} | APART
-
-
-def test_all_goes_on_where_it_was_interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = []
-
-    def fake(words: list[str], **_: Any) -> Namespace:
-        ran.append(words[2].removeprefix("bench."))
-        return Namespace(returncode=int(ran[-1] == "attack"))
-
-    monkeypatch.setattr(everything.subprocess, "run", fake)
-    done = everything.USUAL[0]
-    (tmp_path / f"{done}.json").write_text("{}")
-    options = Namespace(folder=tmp_path, full=False, only=None, resume=True, seed=3)
-    assert everything.run_all(options) == ["attack (exit status 1)"]
-    assert set(ran) | {"gpu"} == {*everything.USUAL[1:], *everything.OTHERS}
-    assert f"{done}: there already" in capsys.readouterr().err
-    options.resume = False
-    everything.run_all(options)
-    assert not (tmp_path / f"{done}.json").exists()

@@ -102,14 +102,6 @@ def test_every_key_of_the_files_is_accepted(server: Server) -> None:
 
 
 @needs_weights
-def test_only_ones_own_requests_are_aborted(server: Server) -> None:
-    with under_way(server, "mine", ANNA) as asked:
-        assert abort(server, {"rid": "mine"}, BERT).json() == {"aborted": 0}
-        assert not asked.done()
-        assert abort(server, {"rid": "mine"}, ANNA).json() == {"aborted": 1}
-
-
-@needs_weights
 def test_a_rid_in_use_is_not_taken_over(server: Server) -> None:
     with under_way(server, "same", ANNA):
         again = ENDLESS | {"rid": "same"}

@@ -9,7 +9,7 @@ import httpx
 import jsonschema
 import pytest
 
-from tests.support.serving import IMPATIENT, PAIR, Server, shared_server
+from tests.support.serving import PAIR, Server
 from tests.support.skips import needs_weights
 
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
@@ -206,11 +206,3 @@ def test_every_refusal_has_the_shape(server: Server) -> None:
     error_of(server.get("/v1/messages"), 405)
     error_of(server.post("/v1/messages/batches", {}), 404)
     assert "not JSON" in error_of(server.post("/v1/messages", b"{"))["message"]
-
-
-@pytest.mark.ci
-def test_a_stream_that_fails_says_so() -> None:
-    body = {"ignore_eos": True, "max_tokens": 3000}
-    *_, last = events_of(shared_server(*IMPATIENT), body)
-    assert last["type"] == "error"
-    assert last["error"]["type"] == "timeout_error"

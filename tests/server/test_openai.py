@@ -307,28 +307,6 @@ def test_many_at_once_give_the_same_as_one(server: Server) -> None:
     server.settle()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_a_stream_tells_how_tokens_came(server: Server, path: str) -> None:
-    """The texts of all tokens are the output; behind a choice only a stop token is allowed."""
-    body = {
-        "stream": True,
-        "stream_options": {"include_token_origins": True},
-        "structured_outputs": {"choice": ["alphabet", "omega"]},
-    }
-    prompt = "Which one?"
-    chat = "chat" in path
-    body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
-    chunks = server.events(path, body)
-    told = [chunk["overlap_spec"] for chunk in chunks if "overlap_spec" in chunk]
-    tokens = [token for step in told for token in step["tokens"]]
-    assert "".join(token["text"] for token in tokens) in ("alphabet", "omega")
-    assert tokens[-1] == {"text": "", "origin": "forced"}
-    assert {token["origin"] for token in tokens} <= {"drafted", "grafted", "bonus", "forced"}
-    assert all(step["tier"]["nodes"] >= 1 for step in told)
-    del body["stream_options"]
-    assert "overlap_spec" not in server.post(path, body).text
-
-
 def test_a_request_can_do_without_speculation(server: Server) -> None:
     body = {"messages": [{"role": "user", "content": "Repeat: one two three."}], "max_tokens": 12}
     on, off = (server.post("/v1/chat/completions", body | {"speculate": s}) for s in (True, False))

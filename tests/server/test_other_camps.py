@@ -96,12 +96,6 @@ def test_a_backend_is_the_servers_own_choice(server: Server) -> None:
     both = {"guided_grammar": grammar, "structured_outputs": {"grammar": grammar}}
     choice = ask(server, CHAT, guided_decoding_backend="guidance", **both)["choices"][0]
     assert choice["message"]["content"] in ("yes", "no")
-    assert "warnings" not in choice
-    for path in (CHAT, TEXT):
-        choice = ask(server, path, guided_decoding_backend="unheard", max_tokens=1)["choices"][0]
-        assert choice["warnings"] == [
-            "guided_decoding_backend: 'unheard' is not known, and not used"
-        ]
     other = {"guided_grammar": grammar, "structured_outputs": {"grammar": 'start: "maybe"'}}
     body = {"messages": [{"role": "user", "content": SAID}], **other}
     assert "send one constraint" in error_of(server.post(CHAT, body))["message"]

@@ -30,6 +30,7 @@ from tests.support.playground import (
 )
 from tests.support.serving import Server
 from tests.support.skips import needs_weights
+from tests.support.tiers import few
 
 ROOT = Path(__file__).parents[2]
 
@@ -272,7 +273,7 @@ def test_a_request_is_copied_as_curl(page: Browser) -> None:
 
 @needs_weights
 @needs_browser
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", few(EXAMPLES, "A date: regex", "The weather: tools"))
 def test_a_request_is_copied_as_python(
     page: Browser, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

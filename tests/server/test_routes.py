@@ -97,6 +97,7 @@ def test_it_speaks_https(encrypted: Server, certificate: tuple[Path, Path]) -> N
     assert worst[0] < MOST_TURN_S
 
 
+@pytest.mark.ci
 def test_silent_handshakes_count_as_connections(
     encrypted: Server, certificate: tuple[Path, Path]
 ) -> None:

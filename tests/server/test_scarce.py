@@ -121,31 +121,6 @@ def test_a_full_disk_ends_nothing(disk: Path) -> None:
 
 
 @pytest.mark.ci
-def test_files_that_may_not_grow_end_nothing(tmp_path: Path) -> None:
-    # A compiled grammar that its worker hands over is a file in memory, and has to fit as well.
-    log, most = tmp_path / "log", 2**24
-    log.touch()
-    os.truncate(log, most - 2**13)
-    made = Server(
-        *("--log-level", "debug"),
-        more=on_disk(tmp_path),
-        log_file=log,
-        prepare=limited(resource.RLIMIT_FSIZE, most),
-    )
-    try:
-        number = 0
-        while log.stat().st_size < most:
-            all_is_served(made, number)
-            number += 1
-            assert number < 50
-        all_is_served(made, number)
-        assert log.stat().st_size == most
-        assert made.terminate() == 0
-    finally:
-        made.kill()
-
-
-@pytest.mark.ci
 def test_an_engine_past_its_memory_answers_or_starts_again() -> None:
     made = Server()
     try:

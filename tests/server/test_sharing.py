@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import wait
 from typing import Any
@@ -13,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.serving import FIXED, Server, error_of, wait_for
+from tests.support.serving import FIXED, Server, wait_for
 from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
@@ -78,18 +75,3 @@ def test_a_reader_that_one_keeps_busy_reads_another_ones_schema(server: Server) 
         wait_for(lambda: len(server.readers()) >= 2, 20)
         assert server.post(CHAT, good, BERT).status_code == 200
         assert sum(not each.done() for each in asked) > 6
-
-
-def test_a_reader_that_is_lost_blames_no_grammar(server: Server) -> None:
-    wait_for(lambda: server.state()["open"] == 0, 60)
-    for pid in server.readers():
-        os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: not server.readers(), 10)
-    asked = server.later(CHAT, slow_schema(100))
-    # The call is tried once more before it is given up.
-    while not asked.done():
-        for pid in server.readers():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.2)
-    assert error_of(asked.result(), 503)["code"] == "engine_unavailable"

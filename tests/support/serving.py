@@ -25,14 +25,12 @@ import httpx
 START_S = 90.0
 # Ray starts half a dozen processes of its own first.
 CLUSTER_START_S = 300.0
-# Of processor time in one turn of the front's loop. The aim is 50 ms and `bench.attack` holds it: a
-# slow machine takes some more, and a turn that reads or writes a large body whole takes seconds.
+# Of processor time in one turn of the front's loop. The aim is 50 ms: a slow machine takes some
+# more, and a turn that reads or writes a large body whole takes seconds.
 MOST_TURN_S = 0.25
 # For servers of which a test wants something else: one draft length has few passes to record, where
 # lengths that change have 2 s of processor time at each start.
 FIXED = ("--adaptive", "static")
-# Of the server that several files share.
-IMPATIENT = (*FIXED, "--request-timeout-s", "0.2")
 LISTENS = re.compile(rb"serving on (https?://\S+)")
 
 # No answer by chance has this shape.
