@@ -150,7 +150,7 @@ def run(copied: Path, cases: list[Case]) -> list[Mapping[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "kind", few(("parts", "drafters", "policies", "backends", "architectures"), "backends")
+    "kind", few(("parts", "drafters", "policies", "backends", "architectures"), "policies")
 )
 def test_a_file_can_be_deleted(tiny: dict[str, Any], copied: Path, kind: str) -> None:
     asked = cases(tiny)[kind]

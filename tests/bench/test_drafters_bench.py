@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench import drafters
-from bench.common import ROOT, rounded, samples_path
+from bench.common import ROOT, samples_path
 from overlap_spec.config import drafter_names
 
 QUESTIONS = ROOT / "bench" / "data" / "questions.jsonl"
@@ -38,28 +37,6 @@ def test_each_drafter_is_measured_or_skipped_with_its_reason(found: Found) -> No
         assert set(by_drafter) | set(entry["skipped"]) == set(drafter_names())
     assert "needs draft" in entry["skipped"]["eagle"]
     assert record["missing"] == {"Spec-Bench": "no file given: --spec-bench"}
-
-
-@pytest.mark.ci
-def test_figures_of_a_run(found: Found) -> None:
-    record, samples = found
-    models = drafters.summary(samples)
-    assert rounded(models) == {name: e["rows"] for name, e in record["models"].items()}
-    for by_drafter in models["embedded"].values():
-        for drafter, by_workload in by_drafter.items():
-            assert set(by_workload) == {"JSON", "repeated schema", "repetitive document", "GSM8K"}
-            for name, f in by_workload.items():
-                where = f"{drafter}, {name}"
-                assert f["same_text"] == 1.0, where
-                assert f["ratio"]["n"] == 2, where
-                assert f["by_position"] == sorted(f["by_position"], reverse=True), where
-                assert all(0 < share <= 1 for share in f["by_position"]), where
-                assert len(f["by_position"]) <= 5, where
-                assert f["verify_ms"] > 0, where
-                assert f["draft_ms"] > 0, where
-    greedy = models["embedded"]["greedy, chain of 5"]
-    assert greedy["eagle3"]["JSON"]["accept_length"] > 2
-    assert greedy["ngram"]["repetitive document"]["accept_length"] > 1.2
 
 
 @pytest.mark.ci
@@ -101,37 +78,3 @@ def test_figures_of_known_samples() -> None:
     assert f["tokens_per_second"] == 40 / 3
     assert (f["ratio"]["min"], f["ratio"]["max"]) == (2.0, 2.0)
     assert f["same_text"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--checkpoint", "eagle"], "DRAFTER=DIR"),
-        (["--checkpoint", "parrot=folder"], "one of .*ngram"),
-        (["--gsm8k", str(ROOT / "pyproject.toml")], "holds no such questions"),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        drafters.main(["--quick", *words])
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert reason.partition(".*")[0] in told
-    assert reason.rpartition(".*")[2] in told
-
-
-def test_a_larger_target_is_drafted_for_by_the_embedded_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def padded(work: Path, vocab: int) -> tuple[Path, Path]:
-        return work / str(vocab), work
-
-    monkeypatch.setattr(drafters, "padded_target", padded)
-    options = drafters.parse(["--model", "0.75b", "--checkpoint", "eagle=own"])
-    made = drafters.checkpoints(options, {"model": "big", "draft": "head"})
-    assert made["eagle3"] == "head"
-    assert made["eagle"] == "own"
-    assert Path(made["draft_model"]).name == "151936"
-    assert "draft_model" not in drafters.checkpoints(drafters.parse([]), {})

@@ -33,26 +33,6 @@ def test_a_rehearsal_runs_every_cell(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert cell["share"] == pytest.approx(cell["least_ms"] / taken[1], rel=1e-3)
 
 
-def test_a_rehearsal_is_no_result(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpu.main(["--rehearse", "--json", str(gpu.RESULTS / "a.json")])
-    assert ended.value.code == 2
-    assert "measures nothing" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpu.main([])
-    assert ended.value.code == 2
-    assert "needs a CUDA device" in capsys.readouterr().err
-
-
-def test_records_are_named_by_device_and_day() -> None:
-    path = gpu.default_path("NVIDIA H100 80GB HBM3", "2026-11-21T19:31:39+00:00")
-    assert path == gpu.RESULTS / "nvidia-h100-80gb-hbm3-2026-11-21.json"
-
-
 def test_weights_are_counted_without_embeddings(tiny: dict[str, Any]) -> None:
     folder = Path(tiny["model"])
     tensors = load_file(folder / "model.safetensors")

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from bench import peers
 from bench.backends.base import Task
 from bench.backends.gguf_file import write_gguf, write_gguf_head
 from bench.backends.launched import Work, open_peers
 from bench.padded import Source
 from overlap_spec.config import EMBEDDED
-from overlap_spec.errors import ConfigError
 from overlap_spec.models.config import read_config
 from overlap_spec.models.eagle3 import feature_layers, read_eagle3_config
 from tests.support.checkpoints import SHAPE, write_target
@@ -156,27 +154,3 @@ def test_a_peer_is_started_asked_and_ended(tmp_path: Path) -> None:
         process = system.process
         assert process.poll() is None
     assert process.poll() is not None
-
-
-def test_a_checkpoint_that_is_not_converted_leaves_its_peer_out_alone(tmp_path: Path) -> None:
-    write_target(tmp_path / "target", attention_bias=True)
-    program = tmp_path / "llama-server"
-    program.write_text(SERVER.format(python=sys.executable), encoding="utf-8")
-    program.chmod(0o755)
-    work = Work(tmp_path / "target", EMBEDDED / "eagle3", torch.float32, list, 1, 64, 1, tmp_path)
-    with ExitStack() as stack:
-        given = {"llama-server": str(program)}
-        systems, missing = open_peers(stack, given, ["vllm"], lambda: work)
-    assert systems == {}
-    assert "not converted to GGUF: biases" in missing["llama-server"]
-
-
-def test_a_peer_that_is_not_there_says_how_it_is_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    with ExitStack() as stack:
-        systems, missing = open_peers(stack, {}, [], lambda: pytest.fail("nothing to start"))
-    assert systems == {}
-    assert "--peer vllm=" in missing["vllm"]
-    assert "--peer llama-server=" in missing["llama-server"]
-    with pytest.raises(ConfigError, match="KIND=PROGRAM"):
-        peers.named_peer("vllm=/no/such/python")

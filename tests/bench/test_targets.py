@@ -47,16 +47,3 @@ def test_folders_stay_what_they_are(tmp_path: Path) -> None:
     assert targets.model_settings(given) == {"model": str(tmp_path), "draft": "head"}
     with pytest.raises(ConfigError, match=r"'9b' is no folder.*0\.75b"):
         targets.model_settings(parsed("--model", "9b", "--draft", "head"))
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--model", "0.75b", "--draft", "head"], "brings its own draft head"),
-        (["--model", "folder"], "go together"),
-        (["--draft", "folder"], "go together"),
-    ],
-)
-def test_half_of_a_model_is_refused(words: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        targets.model_settings(parsed(*words))

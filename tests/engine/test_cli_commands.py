@@ -246,15 +246,6 @@ def test_batch(
     }
     nameless = [result["error"]["message"] for result in found[None]]
     assert [text.partition(":")[0] for text in nameless] == ["line 20", "line 21", "line 22"]
-    # Stopped in the middle of a line, and the faults mended: what is there is not asked again.
-    kept = [text for text in told.read_text().splitlines() if '"text1' in text or '"whole"' in text]
-    told.write_text("\n".join(kept) + '\n{"id": "x", "custom_id": "text0", "resp')
-    asked.write_text("\n".join([*lines[:13], line("field")]))
-    assert run(monkeypatch, command) == 0
-    after = told.read_text().splitlines()
-    assert after[: len(kept)] == kept
-    assert sorted(results(told), key=str) == sorted([*good, "field"], key=str)
-    assert f"{14 - len(kept)} answered, 0 failed, {len(kept)} were there" in capsys.readouterr().out
 
 
 def test_a_full_disk_stops_a_batch_in_one_line(

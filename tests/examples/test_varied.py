@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from random import Random
 
 import jsonschema
 import pytest
 
 from examples.embedded_model.clauses import all_clauses
-from examples.embedded_model.data import DocumentMaker, held_out_cases, held_out_choices
+from examples.embedded_model.data import held_out_cases, held_out_choices
 from examples.embedded_model.mixed import with_articles
 from examples.embedded_model.relations import all_relations
 from examples.embedded_model.scenes import all_scenes
@@ -102,10 +101,3 @@ def test_cases_fit_their_schemas():
         nested += len(objects) == 2
         assert all(len(inner) >= 2 for inner in objects)
     assert nested
-
-
-def test_training_documents_come_from_the_varied_texts():
-    maker = DocumentMaker(Random(11), [])
-    assert isinstance(maker.cases, VariedCases)
-    assert maker.questions.cases is maker.cases
-    assert all(json.loads(maker.cases.extraction().text) is not None for _ in range(20))
