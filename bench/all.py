@@ -27,7 +27,7 @@ from bench.common import ROOT, fail
 
 USUAL = ("counts", "overlap", "adaptive", "gsm8k", "json_schema", "peers", "maskbench")
 OTHERS = (
-    "embedded", "drafters", "traces", "whole", "simulated_device", "six_machines", "gpu",
+    "embedded", "drafters", "traces", "simulated_device", "six_machines", "gpu",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.conversation import Conversation
+from overlap_spec.server.conversation import ChatAssembler, Conversation
 from overlap_spec.server.logprobs import (
     chat_logprobs,
     cut_stop,
@@ -44,7 +44,7 @@ from overlap_spec.server.service import (
 )
 from overlap_spec.server.task import ChatTask, Effort, ResponseFormat, ToolAsk
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import Output, Request, SamplingParams, TokenLogprobs
+from overlap_spec.types import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 
 
 class TextPart(Strict):
@@ -101,7 +101,7 @@ class AssistantMessage(Strict):
     # Fields of a reply's message, so that clients can send it back unchanged.
     refusal: None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = Field(None, deprecated=True)
     annotations: list[Any] | None = None
 
 
@@ -114,9 +114,24 @@ class ToolMessage(Strict):
     name: str | None = None
 
 
+class FunctionMessage(Strict):
+    """The result of a call of one of the ``functions``."""
+
+    role: Literal["function"]
+    content: str
+    name: str
+
+
 Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    Field(discriminator="role"),
 ]
+
+
+class FunctionName(Strict):
+    """The one function to call."""
+
+    name: str
 
 
 class ChatBody(OpenAIBody):
@@ -141,6 +156,12 @@ class ChatBody(OpenAIBody):
     modalities: Items[Literal["text"]] | None = None
     safety_identifier: Label | None = Field(None, description="Accepted and not used.")
     prompt_cache_key: Label | None = Field(None, description="Accepted and not used.")
+    functions: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = Field(
+        None, deprecated=True, description="Deprecated: send tools."
+    )
+    function_call: Literal["none", "auto"] | FunctionName | None = Field(
+        None, deprecated=True, description="Deprecated: send tool_choice."
+    )
     chat_template_kwargs: Annotated[dict[str, Any], Few] | None = Field(
         None, description="Switches of the model's chat template, such as enable_thinking."
     )
@@ -159,8 +180,6 @@ class ChatBody(OpenAIBody):
 
     refused: ClassVar[Mapping[str, str]] = {
         **OpenAIBody.refused,
-        "functions": "send tools",
-        "function_call": "send tool_choice",
         "audio": "there is no audio",
         "prediction": "the draft head predicts",
         "verbosity": "the model has no such switch",
@@ -194,6 +213,24 @@ class ChatBody(OpenAIBody):
             draft_trees=self.with_draft_trees or None,
         )
 
+    def tool_ask(self) -> ToolAsk:
+        """The tools, or the older ``functions``.
+
+        Raises:
+            InvalidRequest: both.
+        """
+        if self.functions is None:
+            if self.function_call is not None:
+                raise InvalidRequest("function_call goes with functions", "function_call")
+            return ToolAsk(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.tools is not None or self.tool_choice is not None:
+            raise InvalidRequest("functions and tools: send tools alone", "functions")
+        choice: Any = self.function_call
+        if isinstance(choice, FunctionName):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        tools = [{"type": "function", "function": function} for function in self.functions]
+        return ToolAsk(tools, choice, False, ("functions", "function_call"))
+
     @property
     def continues(self) -> bool:
         """Whether the answer goes on with the last message."""
@@ -215,7 +252,7 @@ class ChatBody(OpenAIBody):
             sampling=self.sampling(),
             constraint=self,
             form=self.response_format,
-            tools=ToolAsk(self.tools, self.tool_choice, self.parallel_tool_calls),
+            tools=self.tool_ask(),
             variables=self.chat_template_kwargs or {},
             effort=self.reasoning_effort,
             open_answer=self.add_generation_prompt is not False,
@@ -271,10 +308,10 @@ class ChatFormatter(Format):
         for index, output in enumerate(outputs):
             assembler = self.conversation.assembler()
             assembler.take(output)
-            reason = assembler.finish_reason(output.finish_reason)
+            reason = self._reason(assembler, output.finish_reason)
             ids, logprobs = without_stop(output)
-            message = {"message": assembler.message()}
-            choice = self._choice(index, message, ids, logprobs, reason)
+            message = self._named(assembler.message())
+            choice = self._choice(index, {"message": message}, ids, logprobs, reason)
             ended = {"stop_reason": stop_reason(output, self.tokenizer.eos_ids), **findings(output)}
             choices.append(choice | ended | self._token_ids(output.token_ids))
         head = self._head("chat.completion") | self._prompt_ids(request)
@@ -306,11 +343,11 @@ class ChatFormatter(Format):
             for number, piece in enumerate(pieces):
                 # Of the deltas of one run of tokens, the first carries what there is a token.
                 mine = (ids, logprobs) if number == 0 else ((), ())
-                choice = self._choice(index, {"delta": piece}, *mine)
+                choice = self._choice(index, {"delta": self._named(piece)}, *mine)
                 choice |= own if number == 0 else {}
                 yield head | {"choices": [choice]} | (extra if number == 0 else {})
             if delta.finish_reason is not None and delta.finish_reason != "error":
-                reason = assembler.finish_reason(delta.finish_reason)
+                reason = self._reason(assembler, delta.finish_reason)
                 choice = self._choice(index, {"delta": {}}, reason=reason) | findings(delta)
                 yield head | {"choices": [choice]}
         if self.body.include_usage:
@@ -339,8 +376,25 @@ class ChatFormatter(Format):
         """The model's."""
         return self.conversation.service.engine.tokenizer
 
+    def _named(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return delta if self.body.functions is None else _legacy(delta)
+
+    def _reason(self, assembler: ChatAssembler, reason: FinishReason) -> str:
+        ended = assembler.finish_reason(reason)
+        legacy = ended == "tool_calls" and self.body.functions is not None
+        return "function_call" if legacy else ended
+
     def _token_ids(self, ids: Sequence[int]) -> dict[str, Any]:
         return {"token_ids": list(ids)} if self.body.return_token_ids else {}
 
     def _prompt_ids(self, request: Request) -> dict[str, Any]:
         return {"prompt_token_ids": list(request.prompt_ids)} if self.body.return_token_ids else {}
+
+
+def _legacy(delta: dict[str, Any]) -> dict[str, Any]:
+    """A delta or message whose call is named as where ``functions`` were sent, of which one is
+    called at most."""
+    calls = delta.pop("tool_calls", None)
+    if calls:
+        delta["function_call"] = calls[0]["function"]
+    return delta

@@ -142,21 +142,22 @@ class Constraints:
     async def tools(self, ask: ToolAsk, otherwise: ResolvedConstraint) -> ResolvedConstraint:
         """The grammar of a body with tools; ``otherwise`` constrains an answer without a call."""
         tools, choice = ask.tools, ask.choice
+        field, choice_field = ask.fields
         if not tools:
-            for name, value in (("tool_choice", choice), ("parallel_tool_calls", ask.parallel)):
-                if value not in (None, "none"):
-                    raise InvalidRequest(f"{name} goes with tools", name)
+            for name, value in ((choice_field, choice), ("parallel_tool_calls", ask.parallel)):
+                if field == "tools" and value not in (None, "none"):
+                    raise InvalidRequest(f"{name} goes with {field}", name)
             return otherwise
         parser = self.settings.tool_call_parser
         if parser is None:
             raise InvalidRequest(
                 "this server has no tool_call_parser for its model: start it with "
                 "--tool-call-parser",
-                "tools",
+                field,
             )
         choice = "auto" if choice is None else choice
         asked = self._asked(
-            "tools",
+            field,
             "tools",
             tools,
             choice=choice,
@@ -167,7 +168,7 @@ class Constraints:
         made = await self._read(asked)
         if choice == "none" and otherwise.grammar:
             return otherwise
-        return ResolvedConstraint(made, "tools")
+        return ResolvedConstraint(made, field)
 
     async def _read(self, asked: Asked) -> Grammar:
         name = asked.field

@@ -72,11 +72,13 @@ class ToolAsk:
         tools: In the form of chat completions.
         choice: ``none``, ``auto``, ``required``, or the form of chat completions for some of them.
         parallel: Whether several may be called at once; None where the body does not say.
+        fields: What the body calls tools and choice.
     """
 
     tools: Sequence[dict[str, Any]] | None = None
     choice: Any = None
     parallel: bool | None = None
+    fields: tuple[str, str] = ("tools", "tool_choice")
 
 
 @dataclass(frozen=True)

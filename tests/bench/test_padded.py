@@ -14,7 +14,6 @@ from bench import padded
 from bench.padded import CONSTANT, PRESETS, Sizes, grow, like, pad
 from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
-from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import KeySpan, rotate_and_store, tree_attention
 from overlap_spec.models.config import ModelConfig, read_config
@@ -215,20 +214,3 @@ def test_the_embedded_model_is_padded_to_the_matrices_of_each_preset(preset: str
     assert shape.num_kv_heads * shape.head_dim == wanted.kv_heads * head_dim
     assert (shape.hidden_size, shape.num_layers) == (wanted.hidden, wanted.layers)
     assert (shape.vocab_size, shape.intermediate_size) == (wanted.vocab, wanted.intermediate)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "culprit"),
-    [
-        (Sizes(vocab=100), "vocab_size 100 is below"),
-        (Sizes(layers=2), "num_layers 2 is below"),
-        (Sizes(vocab=900, hidden=32), "spare channel"),
-        (Sizes(heads=6, kv_heads=4), "multiple of kv_heads"),
-        (Sizes(heads=8, kv_heads=8), "do not hold the source's"),
-    ],
-)
-def test_sizes_that_cannot_be(sizes: Sizes, culprit: str, tmp_path: Path) -> None:
-    write_target(tmp_path / "source")
-    with pytest.raises(ConfigError, match=culprit):
-        pad(tmp_path / "source", None, tmp_path / "out", sizes)
-    assert not (tmp_path / "out").exists()

@@ -46,7 +46,7 @@ PEOPLE = ("Maria Lopez", "Tom Baker", "Ada Brandt", "Umar Rogers", "Linda Hansen
 ROOT = Path(__file__).parents[2]
 CLIENTS = [f"tests/server/test_{name}.py" for name in ("openai", "responses", "messages")]
 # Those of them that start servers of their own.
-ELSEWHERE = ("context_that_is_full", "key_is_taken_from_either_header", "stream_that_fails")
+ELSEWHERE = ("context_that_is_full", "key_is_taken_from_either_header")
 SERVES = re.compile(r"^ray::Serve|^ray::Proxy|overlap_spec")
 ENGINE = re.compile(r"^ray::ServeReplica:\S+:engines")
 

@@ -260,7 +260,7 @@ def test_what_cannot_start_says_why(runner: asyncio.Runner) -> None:
 
 def test_a_closed_engine_takes_no_requests(tiny: dict[str, str], runner: asyncio.Runner) -> None:
     async def work() -> None:
-        engine = AsyncEngine(**tiny, context_length=200)
+        engine = AsyncEngine(**tiny, context_length=200, adaptive="static", num_steps=3)
         await engine.start()
         generator = Generator(engine, DATE)
         task = asyncio.create_task(engine.generate("go", None, LONG))

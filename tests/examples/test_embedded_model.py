@@ -220,6 +220,7 @@ def test_training_goes_on_from_given_weights(tokenizer, tiny_config, tmp_path):
     assert saved["tokens"] >= 4000
 
 
+@pytest.mark.ci
 def test_a_deeper_model_begins_as_the_same_function(tokenizer, tiny_config):
     first = new_target(tiny_config, 3)
     deeper = deepened(first, tiny_config.num_layers + 1)
@@ -305,6 +306,7 @@ def test_a_draft_model_begins_as_the_best_part_of_its_target(tiny_config):
     assert torch.equal(draft.embed_tokens.weight, target.embed_tokens.weight)
 
 
+@pytest.mark.ci
 def test_a_draft_model_is_made_anew_for_a_target_that_is_there(tokenizer, tiny_config, tmp_path):
     target = new_target(tiny_config, 3)
     export_target(target, tokenizer, tmp_path / "target")

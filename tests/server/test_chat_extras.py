@@ -175,6 +175,35 @@ def test_the_cache_is_shared_under_one_salt(server: Server, thinking: Server) ->
     thinking.settle()
 
 
+def test_functions_as_they_were(server: Server) -> None:
+    function = {"name": "zyx_tool", "parameters": PAIR}
+    body = {"functions": [function], "function_call": {"name": "zyx_tool"}, "max_tokens": 200}
+    (choice,) = ask(server, body)["choices"]
+    assert choice["finish_reason"] == "function_call"
+    call = choice["message"]["function_call"]
+    assert "tool_calls" not in choice["message"]
+    assert call["name"] == "zyx_tool"
+    jsonschema.validate(json.loads(call["arguments"]), PAIR)
+    streamed = chunks(server, body)
+    deltas = [chunk["choices"][0]["delta"].get("function_call", {}) for chunk in streamed]
+    assert "".join(delta.get("arguments", "") for delta in deltas) == call["arguments"]
+    assert [delta["name"] for delta in deltas if "name" in delta] == ["zyx_tool"]
+    assert streamed[-1]["choices"][0]["finish_reason"] == "function_call"
+    tool = {"type": "function", "function": function}
+    body = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    new = ask(server, body | {"max_tokens": 200})["choices"][0]["message"]
+    assert new["tool_calls"][0]["function"] == call
+    # Call and result, as they were and as they are, are one prompt.
+    said = {"role": "assistant", "content": None}
+    old_past = [{**said, "function_call": call}, {"role": "function", "name": "f", "content": "1"}]
+    new_past = [
+        {**said, "tool_calls": new["tool_calls"]},
+        {"role": "tool", "tool_call_id": new["tool_calls"][0]["id"], "content": "1"},
+    ]
+    old = prompt(server, messages=[*ASKED, *old_past], functions=[function], function_call="none")
+    assert old == prompt(server, messages=[*ASKED, *new_past], tools=[tool], tool_choice="none")
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "valid"),
     [

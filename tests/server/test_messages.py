@@ -77,6 +77,7 @@ def test_why_a_message_ended(server: Server) -> None:
     assert whole["stop_reason"] == "end_turn"
 
 
+@pytest.mark.ci
 def test_a_context_that_is_full_ends_the_message(server: Server) -> None:
     def said(words: int) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": "word " * words}]}
