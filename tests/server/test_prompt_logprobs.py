@@ -106,14 +106,6 @@ def test_both_fields_and_several_prompts(server: Server) -> None:
     assert [c["text"] for c in plain["choices"]] == [c["text"] for c in asked["choices"]]
 
 
-def test_a_long_prompt_comes_in_parts(server: Server) -> None:
-    ids = (server.post("/tokenize", {"prompt": SAID}).json()["tokens"] * 100)[:900]
-    told = ask(server, TEXT, prompt=ids, prompt_logprobs=20)["choices"][0]["prompt_logprobs"]
-    assert len(told) == 900
-    assert all(len(entries) in (20, 21) for entries in told[1:])
-    assert all(str(token) in entries for token, entries in zip(ids[1:], told[1:], strict=True))
-
-
 def test_a_stream_joins_to_the_whole(client: openai.OpenAI) -> None:
     create: dict[str, Any] = {"model": MODEL, "prompt": [SAID, "Once upon"], "max_tokens": 8}
     create |= {"temperature": 0, "logprobs": 2, "echo": True}
@@ -135,14 +127,6 @@ def test_a_stream_joins_to_the_whole(client: openai.OpenAI) -> None:
         assert values[0] is None
         assert choice.logprobs.token_logprobs is not None
         assert values[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=CLOSE)
-
-
-def test_the_cache_is_left_aside_and_filled(server: Server) -> None:
-    said = "A sentence that no other test sends, and that is long enough to fill some pages. " * 3
-    cached = lambda reply: reply["usage"]["prompt_tokens_details"]["cached_tokens"]  # noqa: E731
-    assert cached(ask(server, TEXT, prompt=said, prompt_logprobs=0)) == 0
-    assert cached(ask(server, TEXT, prompt=said)) > 0
-    assert cached(ask(server, TEXT, prompt=said, prompt_logprobs=0)) == 0
 
 
 def test_more_than_a_request_may_ask_is_refused(server: Server) -> None:

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 MODES = "none", "double-sync", "once-sync"
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5"])
+@pytest.fixture(scope="module", params=few(("qwen3-next", "qwen3.5"), "qwen3-next"))
 def published(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Path]:
@@ -115,7 +115,7 @@ def drafted(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
     write_module(folder / "target")
     write_head(folder / "eagle", LAYOUTS["EAGLE-1/2, fc.bias, pytorch_model.bin"])
     write_head(folder / "parallel", LAYOUTS["P-EAGLE, ptd_token_id"])
-    names = ("ngram", "suffix", "slots", "suffix,eagle3", "eagle3", "grammar", "knows")
+    names = ("ngram", "suffix,eagle3", "eagle3", "knows")
     drafts = dict.fromkeys(names, tiny["draft"])
     drafts |= {"draft_model": tiny["model"], "mtp": str(folder / "target")}
     return drafts | {name: str(folder / name) for name in ("eagle", "parallel", "target")}
@@ -137,9 +137,9 @@ def write_module(folder: Path) -> dict[str, torch.Tensor]:
     return parts
 
 
+# Of those that draft on the host one: they know nothing of the target.
 DRAFTERS = (
-    "knows", "ngram", "suffix", "slots", "suffix,eagle3", "grammar", "eagle", "eagle3", "parallel",
-    "draft_model", "mtp",
+    "knows", "ngram", "suffix,eagle3", "eagle", "eagle3", "parallel", "draft_model", "mtp",
 )  # fmt: skip
 
 
@@ -151,9 +151,7 @@ def plain(tiny: dict[str, Any], drafted: dict[str, str]) -> list[Output]:
 EVERY = [(name, shape) for name in DRAFTERS for shape in SHAPES]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), few(EVERY, ("knows", "tree"), ("eagle3", "ragged"), ("mtp", "chain"))
-)
+@pytest.mark.parametrize(("name", "shape"), few(EVERY, ("knows", "tree"), ("eagle3", "ragged")))
 def test_drafts_change_nothing(
     name: str,
     shape: str,

@@ -44,7 +44,7 @@ V3 = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["deepseek-v2", "deepseek-v3"])
+@pytest.fixture(scope="module", params=few(("deepseek-v2", "deepseek-v3"), "deepseek-v3"))
 def published(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Path]:
@@ -79,6 +79,7 @@ def test_a_crowded_cache_costs_no_token(published: tuple[Any, Path]) -> None:
         assert engine.core.scheduler.allocator.in_use == 0
 
 
+@pytest.mark.ci
 @torch.no_grad()
 def test_four_thousand_tokens(published: tuple[Any, Path]) -> None:
     model, folder = published
@@ -107,7 +108,7 @@ def drafted(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
     write_head(folder / "eagle", LAYOUTS["EAGLE-1/2, fc.bias, pytorch_model.bin"])
     write_head(folder / "parallel", LAYOUTS["P-EAGLE, ptd_token_id"])
     dflash.write(folder / "dflash", dflash.LAYOUTS["z-lab"])
-    names = ("ngram", "suffix", "slots", "suffix,eagle3", "eagle3", "grammar")
+    names = ("ngram", "suffix,eagle3", "eagle3")
     drafts = dict.fromkeys(names, tiny["draft"])
     drafts |= {"draft_model": str(folder / "target"), "mtp": str(folder / "target")}
     drafts |= {name: str(folder / name) for name in ("eagle", "parallel", "dflash", "target")}
@@ -154,9 +155,9 @@ def write_module(folder: Path) -> dict[str, torch.Tensor]:
     return module
 
 
+# Of those that draft on the host one: they know nothing of the target.
 DRAFTERS = (
-    "ngram", "suffix", "slots", "suffix,eagle3", "grammar", "eagle", "eagle3", "parallel",
-    "dflash", "draft_model", "mtp",
+    "ngram", "suffix,eagle3", "eagle", "eagle3", "parallel", "dflash", "draft_model", "mtp",
 )  # fmt: skip
 
 
@@ -168,9 +169,7 @@ def plain(tiny: dict[str, Any], drafted: dict[str, str]) -> list[Output]:
 EVERY = [(name, shape) for name in DRAFTERS for shape in SHAPES]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), few(EVERY, ("ngram", "chain"), ("eagle3", "ragged"), ("mtp", "tree"))
-)
+@pytest.mark.parametrize(("name", "shape"), few(EVERY, ("ngram", "chain"), ("eagle3", "ragged")))
 def test_drafts_change_nothing(
     name: str,
     shape: str,
@@ -186,9 +185,10 @@ def test_drafts_change_nothing(
             assert sum(output.stats.accepted_drafts for output in outputs) > 0
 
 
-@pytest.mark.parametrize("room", few(chaos.ROOM, "crowded"))
-@pytest.mark.parametrize("tier", few(chaos.TIERS, "tree"))
-@pytest.mark.parametrize("mode", few(("once-sync", "double-sync", "none"), "once-sync"))
+@pytest.mark.ci
+@pytest.mark.parametrize("room", chaos.ROOM)
+@pytest.mark.parametrize("tier", chaos.TIERS)
+@pytest.mark.parametrize("mode", ["once-sync", "double-sync", "none"])
 def test_chaos_never_changes_outputs(
     tiny: dict[str, Any],
     drafted: dict[str, str],

@@ -233,8 +233,8 @@ def test_fields_that_are_not_read_are_refused_by_name(
     write_adapter(folder, adapted.models[""], LLAMA)
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
-    with pytest.raises(CheckpointError, match=told):
-        Engine(str(adapted.folder), lora_modules=[f"a={folder}"], algorithm="none")
+    with pytest.raises(CheckpointError, match=told), adapted.engine(lora_modules=[f"a={folder}"]):
+        pass
 
 
 @pytest.mark.parametrize(("change", "told"), FILES)
@@ -247,7 +247,14 @@ def test_tensors_that_are_not_applied_are_refused_by_name(
     state = load_file(file)
     change(state)
     save_file(state, file)
-    with pytest.raises(CheckpointError, match=told):
-        Engine(str(adapted.folder), lora_modules=[f"a={folder}"], algorithm="none")
-    with pytest.raises(CheckpointError, match=r"has no adapter_config\.json"):
-        Engine(str(adapted.folder), lora_modules=[f"a={tmp_path}"], algorithm="none")
+    with pytest.raises(CheckpointError, match=told), adapted.engine(lora_modules=[f"a={folder}"]):
+        pass
+
+
+def test_a_folder_without_an_adapter_is_named(adapted: Adapted, tmp_path: Path) -> None:
+    words = r"has no adapter_config\.json"
+    with (
+        pytest.raises(CheckpointError, match=words),
+        adapted.engine(lora_modules=[f"a={tmp_path}"]),
+    ):
+        pass

@@ -234,7 +234,7 @@ def expected_probs(
     return q / q.sum()
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", few((False, True), True))
 @pytest.mark.parametrize(
     "setting",
     # Words that may not come are looked for along each path, which takes long.

@@ -22,6 +22,7 @@ from overlap_spec.models.shard import Shard
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from tests.support import checkpoints, dflash
 from tests.support.models import CASES, Cache, reference
+from tests.support.tiers import few
 
 CPU = torch.device("cpu")
 # Sizes that 2 and 3 ranks divide; 3 of them share 6 heads of queries, and 3 or 6 of keys.
@@ -112,7 +113,7 @@ def write(case: str, path: Path, monkeypatch: pytest.MonkeyPatch, **sizes: Any) 
     reference(case, path)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", few((2, 3), 3))
 @pytest.mark.parametrize("case", SHARDED)
 def test_parts_compute_what_the_whole_does(
     case: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
