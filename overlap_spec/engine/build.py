@@ -139,7 +139,7 @@ def _warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
 def with_wide(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
     """These tiers, and those with room for what the grammar tells that steps may take instead."""
     own = tuple(tiers)
-    return own + tuple(wide_tier(tier) for tier in own if tier.steps and not tier.parents)
+    return own + tuple(wide_tier(tier) for tier in own if tier.steps)
 
 
 def batches(config: EngineConfig, policy: LengthPolicy, tiers: Iterable[Tier]) -> dict[Tier, int]:

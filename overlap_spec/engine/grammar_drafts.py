@@ -138,19 +138,18 @@ def wide_tier(base: Tier) -> Tier:
     """``base`` with room for the grammar's own trees, and for runs longer than its drafts."""
     tail = max(0, WIDE_STEPS - base.steps)
     nodes = max(WIDE_NODES, base.nodes + tail)
-    return Tier(base.steps + tail, max(2, base.top_k), nodes, None, base)
+    return Tier(base.steps + tail, max(2, base.top_k), nodes, base)
 
 
 def widened(budget: Budget, told: Sequence[int]) -> Budget:
-    """A budget with room for what the grammar tells of each request.
-
-    A tree of a fixed shape, and a tier that drafts nothing, stay as they are.
+    """A budget with room for what the grammar tells of each request; one that drafts nothing stays
+    as it is.
 
     Args:
         told: Nodes that each request's own tree may take, root included; 0: it has none.
     """
     tier = budget.tier
-    if not any(told) or tier.parents is not None or tier.steps == 0:
+    if not any(told) or tier.steps == 0:
         return budget
     wide = wide_tier(tier)
     before = budget.most or (tier.nodes,) * len(told)
