@@ -132,7 +132,7 @@ def _warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
         worker.do(warm_up, batches(config, policy, taken), chunk_tokens)
         worker.rest()
     if policy.weighs_cost:
-        policy.calibrate(*cost_model(config, worker, nearest_tier(config, tiers), load_s))
+        policy.calibrate(*cost_model(worker, nearest_tier(config, tiers), load_s))
     worker.do(prepare, policy.choose(StepView((RequestView(0, 1),))).tier)
 
 
@@ -198,7 +198,7 @@ def preparation(core: EngineCore) -> Iterator[bool]:
         asked = not made.get() and measures and not core.scheduler.allocator.touched
         if asked:
             measures = False
-            found = tier_costs(core.config, worker, nearest_tier(core.config, tiers), tiers)
+            found = tier_costs(worker, nearest_tier(core.config, tiers), tiers)
             if found is not None:
                 core.budgets.policy.calibrate(*found)
         yield asked or made.get()

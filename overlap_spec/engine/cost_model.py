@@ -1,33 +1,25 @@
-"""What a step costs on this machine: the user's profile, or a quick fit at start-up."""
+"""What a step costs on this machine: a quick fit at start-up, then the tiers themselves."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from overlap_spec.config import EngineConfig
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
-    PROFILE_SPREAD,
     STARTUP_SPREAD,
+    TIERS_SPREAD,
     CostModel,
     DraftTime,
     TierTime,
     VerifyTime,
     fit,
-    load_profile,
-    save_profile,
 )
-from overlap_spec.speculation.presets import load_policy
 from overlap_spec.tiers import Tier
-from overlap_spec.timeline import Timeline
-from overlap_spec.worker.build import Room, build_streams, build_worker
 from overlap_spec.worker.pass_times import PassTimes, Point, measure
-from overlap_spec.worker.site import machine_key
 from overlap_spec.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -40,26 +32,17 @@ STARTUP_SHARE, STARTUP_LEAST_S, STARTUP_MOST_S = 0.2, 0.1, 2.0
 ENOUGH_POINTS = 4
 # Batches that all tiers are measured at when they have been recorded, and seconds for it.
 TIER_BATCHES, TIER_S = (1, 4, 8), 2.0
-# What a profile measures; as far as the engine's limits go.
-PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-PROFILE_CONTEXTS = (0, 1024, 4096)
 
 
-def cost_model(
-    config: EngineConfig, worker: Worker, launch: Tier, load_s: float
-) -> tuple[CostModel, float]:
+def cost_model(worker: Worker, launch: Tier, load_s: float) -> tuple[CostModel, float]:
     """The cost model to start with, and the standard deviation of its coefficients' logarithms.
 
     Args:
         launch: The tier that is measured. On a CPU its recording is good for all batches.
         load_s: Seconds that the worker took to load.
     """
-    known = load_profile(machine_key(config))
-    if known is not None:
-        return known, max(PROFILE_SPREAD, known.error or 0.0)
     try:
-        rows = config.max_running_requests
-        more = [Point(launch, batch) for batch in STARTUP_MORE_BATCHES if batch <= rows]
+        more = [Point(launch, batch) for batch in STARTUP_MORE_BATCHES if batch <= worker.rows]
         points = [Point(launch, batch) for batch in STARTUP_BATCHES]
         times = measure(worker, points, math.inf)
         limit_s = min(max(STARTUP_SHARE * load_s, STARTUP_LEAST_S), STARTUP_MOST_S)
@@ -72,18 +55,16 @@ def cost_model(
 
 
 def tier_costs(
-    config: EngineConfig, worker: Worker, launch: Tier, tiers: Sequence[Tier]
+    worker: Worker, launch: Tier, tiers: Sequence[Tier]
 ) -> tuple[CostModel, float] | None:
     """As :func:`cost_model`, of the tiers themselves: what wide and deep ones cost is measured.
 
-    None where the user's profile tells more, or too little could be measured.
+    None where too little could be measured.
 
     Args:
         tiers: All are recorded; no request may have run.
     """
-    if load_profile(machine_key(config)) is not None:
-        return None
-    points = list(tier_points(tiers, launch, config.max_running_requests))
+    points = list(tier_points(tiers, launch, worker.rows))
     try:
         times = measure(worker, points, TIER_S)
     except Exception as error:  # the drafter's own, or no room for it
@@ -93,7 +74,7 @@ def tier_costs(
         return None
     model = fit_times(times, "start-up fit")
     # The tiers themselves were measured: what a step takes beyond that is the machine's load.
-    return model, max(PROFILE_SPREAD, model.error or 0.0)
+    return model, max(TIERS_SPREAD, model.error or 0.0)
 
 
 def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> Iterator[Point]:
@@ -131,51 +112,6 @@ def _least(times: Sequence[PassTimes]) -> list[PassTimes]:
             point, min(draft_ms, before.draft_ms), min(verify_ms, before.verify_ms)
         )
     return list(found.values())
-
-
-def profile_points(tiers: Sequence[Tier], rows: int, longest: int) -> Iterator[Point]:
-    """Batch × context × nodes, as far as an engine of ``rows`` requests goes."""
-    for context in PROFILE_CONTEXTS:
-        if context and context + 64 > longest:
-            return
-        for tier in tiers:
-            for batch in PROFILE_BATCHES:
-                # Away from an empty context, few are enough for a slope.
-                if batch <= rows and (not context or batch in (1, 8, 32)):
-                    yield Point(tier, batch, context)
-
-
-def profile(
-    config: EngineConfig, progress: Callable[[tuple[int, int]], object]
-) -> tuple[CostModel, Path]:
-    """Measure this machine at every tier, batch and context, and save the fit.
-
-    Args:
-        progress: Told (points measured, points in all).
-
-    Returns:
-        The cost model, and the file that later engines of these settings find it in.
-
-    Raises:
-        ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
-        OSError: the file cannot be written.
-    """
-    record = Timeline().record
-    tiers = load_policy("auto", config.num_steps, config.eagle_topk, config.num_draft_tokens).tiers
-    reserve = 2 * max(tier.window_tokens for tier in tiers) + 1
-    rows = config.max_running_requests
-    room = Room(reserve, rows * max(tier.nodes for tier in tiers))
-    worker = build_worker(config, room, build_streams(config, record), record)
-    try:
-        points = list(profile_points(tiers, rows, worker.traits.context_length))
-        times: list[PassTimes] = []
-        for number, point in enumerate(points, 1):
-            times += measure(worker, [point], math.inf)
-            progress((number, len(points)))
-    finally:
-        worker.close()
-    model = fit_times(times, "profile")
-    return model, save_profile(machine_key(config), model)
 
 
 def fit_times(times: Sequence[PassTimes], source: str) -> CostModel:
