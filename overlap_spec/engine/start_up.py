@@ -1,12 +1,15 @@
-"""What a step costs on this machine: a quick fit at start-up, then the tiers themselves."""
+"""What an engine does before its first request: compiles, records, and measures what steps cost."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from overlap_spec.config import EngineConfig
+from overlap_spec.engine.core import EngineCore
+from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
@@ -18,8 +21,13 @@ from overlap_spec.speculation.cost import (
     VerifyTime,
     fit,
 )
+from overlap_spec.speculation.policy import LengthPolicy, RequestView, StepView
+from overlap_spec.speculation.presets import nearest_tier
 from overlap_spec.tiers import Tier
+from overlap_spec.worker.graphs import graph_size
 from overlap_spec.worker.pass_times import PassTimes, Point, measure
+from overlap_spec.worker.warm_up import prepare, prepare_next
+from overlap_spec.worker.warm_up import warm_up as run_once
 from overlap_spec.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -32,6 +40,62 @@ STARTUP_SHARE, STARTUP_LEAST_S, STARTUP_MOST_S = 0.2, 0.1, 2.0
 ENOUGH_POINTS = 4
 # Batches that all tiers are measured at when they have been recorded, and seconds for it.
 TIER_BATCHES, TIER_S = (1, 4, 8), 2.0
+
+
+def warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
+    """Compile, measure and record what the first steps want."""
+    config, worker, policy = core.config, core.worker, core.budgets.policy
+    tiers = policy.tiers
+    taken = with_wide(tiers) if core.budgets.widens else tiers
+    policy.tell_waits(worker.recordings.wait_ms)
+    # A wide tier's drafts are the grammar's too: its budget has no stop.
+    if worker.traits.stops_drafts and not core.budgets.widens:
+        policy.let_stop()
+    if worker.traits.compiles:
+        worker.buffers.reserve(taken)
+        worker.do(run_once, batches(config, policy, taken), chunk_tokens)
+        worker.rest()
+    if policy.weighs_cost:
+        policy.calibrate(*cost_model(worker, nearest_tier(config, tiers), load_s))
+    worker.do(prepare, policy.choose(StepView((RequestView(0, 1),))).tier)
+
+
+def with_wide(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
+    """These tiers, and those with room for what the grammar tells that steps may take instead."""
+    own = tuple(tiers)
+    return own + tuple(wide_tier(tier) for tier in own if tier.steps)
+
+
+def batches(config: EngineConfig, policy: LengthPolicy, tiers: Iterable[Tier]) -> dict[Tier, int]:
+    """The most trees of each tier that a step has, padding included."""
+    rows, fixed, found = config.max_running_requests, nearest_tier(config, policy.tiers), {}
+    for tier in tiers:
+        # Where the policy fails, all steps may take one of its tiers.
+        most = rows if tier.own == fixed else policy.largest_batch(tier.own) or rows
+        found[tier] = graph_size(min(most, rows))
+    return found
+
+
+def preparation(core: EngineCore) -> Iterator[bool]:
+    """Records what tiers lack, lest their first step wait for that (0.1 s and more), and measures
+    them all before the first request: one thing at a time, while no request runs.
+
+    Yields:
+        Whether there was something to do.
+    """
+    worker, measures = core.worker, core.budgets.policy.weighs_cost
+    while True:
+        tiers = core.budgets.policy.tiers
+        made = worker.do(prepare_next, tiers)
+        worker.rest()
+        # To measure is to write to pages.
+        asked = not made.get() and measures and not core.scheduler.allocator.touched
+        if asked:
+            measures = False
+            found = tier_costs(worker, nearest_tier(core.config, tiers), tiers)
+            if found is not None:
+                core.budgets.policy.calibrate(*found)
+        yield asked or made.get()
 
 
 def cost_model(worker: Worker, launch: Tier, load_s: float) -> tuple[CostModel, float]:
