@@ -180,13 +180,18 @@ def _least(times: Sequence[PassTimes]) -> list[PassTimes]:
 
 def fit_times(times: Sequence[PassTimes], source: str) -> CostModel:
     """The cost model of measured passes, and what it does not tell of them."""
-    verifies = [VerifyTime(batch * tier.nodes, ms) for (tier, batch), _, ms in times]
-    drafts = [DraftTime(batch, tier.steps, tier.top_k, ms) for (tier, batch), ms, _ in times if ms]
-    model, tiers = fit(verifies, drafts, source), []
-    for (tier, batch), draft_ms, verify_ms in times:
-        told = model.verify_ms(batch * tier.nodes, 0)
-        told += model.draft_ms(batch, tier.steps, tier.top_k, 0) if draft_ms else 0.0
-        if told:
+    verifies, drafts = [], []
+    for (tier, batch, context), draft_ms, verify_ms in times:
+        verifies.append(VerifyTime(batch * tier.nodes, batch * context, verify_ms))
+        if draft_ms:
+            drafts.append(DraftTime(batch, batch * context, tier.steps, tier.top_k, draft_ms))
+    model = fit(verifies, drafts, source)
+    tiers = []
+    for (tier, batch, context), draft_ms, verify_ms in times:
+        told = model.verify_ms(batch * tier.nodes, batch * context) + (
+            model.draft_ms(batch, tier.steps, tier.top_k, batch * context) if draft_ms else 0.0
+        )
+        if not context and told:
             over = (draft_ms + verify_ms) / told
             tiers.append(TierTime(tier.steps, tier.top_k, batch, over))
     return replace(model, tiers=tuple(tiers))

@@ -150,6 +150,7 @@ class VerifyTime(NamedTuple):
     """A measured verify pass."""
 
     nodes: int
+    context_tokens: int
     ms: float
 
 
@@ -157,58 +158,67 @@ class DraftTime(NamedTuple):
     """Measured draft steps, all together."""
 
     batch: int
+    context_tokens: int
     steps: int
     branches: int
     ms: float
 
 
 def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str) -> CostModel:
-    """The model of least relative squares with coefficients >= 0; a knee where it helps. What a
-    token of context takes is not measured: it is what is assumed of a pass as long.
+    """The model of least relative squares with coefficients >= 0; a knee where it helps.
 
     Args:
         verifies: At least one.
         drafts: May be empty.
     """
-    wanted, nodes = np.array([v.ms for v in verifies]), np.array([v.nodes for v in verifies])
-    unit = median(v.ms / ASSUMED.verify_ms(v.nodes, 0) for v in verifies)
-    # What never varies cannot be fitted either.
-    varies = len(set(nodes.tolist())) > 1
-    lines = np.stack([np.ones(len(nodes)), nodes * varies, np.zeros(len(nodes))], 1)
+    wanted = np.array([v.ms for v in verifies])
+    # What never varies cannot be fitted: it is taken to be what is assumed of a pass as long.
+    unit = median(v.ms / ASSUMED.verify_ms(v.nodes, v.context_tokens) for v in verifies)
+    varies = [len({v[n] for v in verifies}) > 1 for n in (0, 1)]
+    lines = np.array(
+        [[1.0, v.nodes * varies[0], v.context_tokens * varies[1], 0] for v in verifies]
+    )
     best, knee = nonnegative(lines / wanted[:, None], np.ones(len(wanted))), 0
     error = _squares(lines @ best, wanted)
-    for at in sorted(set(nodes.tolist()))[1:-1]:
+    for at in sorted({v.nodes for v in verifies})[1:-1]:
         bent = lines.copy()
-        bent[:, 2] = np.maximum(0.0, nodes - at)
+        bent[:, 3] = np.maximum(0.0, np.array([v.nodes for v in verifies]) - at)
         found = nonnegative(bent / wanted[:, None], np.ones(len(wanted)))
         bent_error = _squares(bent @ found, wanted)
         if bent_error < error * KNEE_GAIN and len(wanted) > 4:
             best, knee, error = found, at, bent_error
-    if not varies:
+    if not varies[0]:
         best[1] = unit * ASSUMED.verify_node
         best[0] = max(best[0] - best[1] * verifies[0].nodes, 0.0)
-    draft = unit * np.array([ASSUMED.draft, ASSUMED.draft_branch])
+    if not varies[1]:
+        best[2] = unit * ASSUMED.verify_context
+    draft = unit * np.array([ASSUMED.draft, ASSUMED.draft_branch, ASSUMED.draft_context])
     if drafts:
         took = np.array([d.ms for d in drafts])
-        per_step = np.array([(1.0, d.batch * d.branches) for d in drafts])
-        per_step[:, 1] *= np.ptp(per_step[:, 1]) > 0
+        columns = [(1.0, d.batch * d.branches, d.context_tokens) for d in drafts]
+        per_step = np.array(columns)
+        per_step[:, np.ptp(per_step, axis=0) == 0] = 0.0
+        per_step[:, 0] = 1.0
         rows = per_step * np.array([[d.steps] for d in drafts])
         found = nonnegative(rows / took[:, None], np.ones(len(took)))
         draft = np.where(per_step.any(axis=0), found, draft)
     model = CostModel(
         verify=float(best[0]),
         verify_node=float(best[1]),
-        verify_context=unit * ASSUMED.verify_context,
+        verify_context=float(best[2]),
         knee_nodes=knee,
-        knee_node=float(best[2]) if knee else 0.0,
+        knee_node=float(best[3]) if knee else 0.0,
         draft=float(draft[0]),
         draft_branch=float(draft[1]),
-        draft_context=unit * ASSUMED.draft_context,
+        draft_context=float(draft[2]),
         most_nodes=max(v.nodes for v in verifies),
         source=source,
     )
-    errors = [abs(model.verify_ms(v.nodes, 0) / v.ms - 1) for v in verifies]
-    errors += [abs(model.draft_ms(d.batch, d.steps, d.branches, 0) / d.ms - 1) for d in drafts]
+    errors = [abs(model.verify_ms(v.nodes, v.context_tokens) / v.ms - 1) for v in verifies]
+    errors += [
+        abs(model.draft_ms(d.batch, d.steps, d.branches, d.context_tokens) / d.ms - 1)
+        for d in drafts
+    ]
     return replace(model, error=median(errors))
 
 

@@ -24,10 +24,11 @@ BUSY_FACTOR = 2.0
 
 
 class Point(NamedTuple):
-    """Trees of a tier, each behind an empty text."""
+    """Trees of a tier, each behind ``context`` tokens."""
 
     tier: Tier
     batch: int
+    context: int = 0
 
 
 class PassTimes(NamedTuple):
@@ -63,14 +64,14 @@ def measure(worker: Worker, points: Sequence[Point], deadline_s: float) -> list[
 
 def measure_point(worker: Worker, point: Point) -> PassTimes:
     """Run the recorded passes of a point. No request may be running: pages are written."""
-    runner, (tier, batch) = worker.runner, point
+    runner, (tier, batch, context) = worker.runner, point
     tables, pool, row = runner.tables, runner.pool, runner.tables.padding_row
-    needed = -(-(tier.window_tokens + 1) // pool.page_size)
+    needed = -(-(context + tier.window_tokens + 1) // pool.page_size)
     needed = min(needed, tables.pages.shape[1], pool.k.shape[1] - 1)
     kept = tables.pages[row].clone()
     try:
         tables.pages[row, :needed] = torch.arange(1, needed + 1, device=tables.device)
-        tables.committed[row] = 0
+        tables.committed[row] = min(context, runner.last_position - tier.window_tokens)
         rows = torch.full((batch,), row, device=tables.device)
         columns = tables.pages.shape[1] if rows.is_cuda else needed
         return PassTimes(point, *_times(worker, tier, rows, tables.pages[rows, :columns]))

@@ -31,7 +31,7 @@ from overlap_spec.steps import StepPlan, StepResult
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from tests.support.policies import told, view
-from tests.support.simulated import MACHINES, best_static, measured, quick, run
+from tests.support.simulated import MACHINES, best_static, profiled, quick, run
 from tests.support.tiers import few
 
 TIERS = (*(static_tier(steps, 1, None) for steps in AUTO_CHAINS), *AUTO_TREES)
@@ -40,7 +40,7 @@ VERIFIES = 2000
 
 
 def make(machine: CostModel, seed: int = 1) -> AutoPolicy:
-    return AutoPolicy(TIERS, LAUNCH, OnlineCost(measured(machine, seed), TIERS_SPREAD))
+    return AutoPolicy(TIERS, LAUNCH, OnlineCost(profiled(machine, seed), TIERS_SPREAD))
 
 
 @pytest.mark.parametrize("name", few(sorted(MACHINES), "cpu"))
@@ -204,7 +204,7 @@ def test_its_snapshot_tells_what_it_expects_and_why() -> None:
     wanted = machine.step_ms(shape_of(Budget(tier), 2, 1024))
     assert active["estimated_step_ms"] == pytest.approx(wanted, rel=0.1)
     assert active["reason"]
-    assert data["cost"]["source"] == "measured, refitted"
+    assert data["cost"]["source"] == "profile, refitted"
 
 
 # A policy that raises

@@ -57,21 +57,23 @@ def test_nonnegative_least_squares() -> None:
 
 
 def test_fit_finds_the_lines_and_the_knee() -> None:
-    verifies = [VerifyTime(n, MODEL.verify_ms(n, 0)) for n in (1, 2, 4, 8, 16, 32)]
+    verifies = [
+        VerifyTime(n, c, MODEL.verify_ms(n, c)) for n in (1, 2, 4, 8, 16, 32) for c in (0, 500)
+    ]
     drafts = [
-        DraftTime(b, s, k, MODEL.draft_ms(b, s, k, 0))
-        for b in (1, 4) for s in (1, 3) for k in (1, 4)
+        DraftTime(b, c, s, k, MODEL.draft_ms(b, s, k, c))
+        for b in (1, 4) for s in (1, 3) for k in (1, 4) for c in (0, 500)
     ]  # fmt: skip
     found = fit(verifies, drafts, "here")
     assert (found.knee_nodes, found.source, found.most_nodes) == (8, "here", 32)
-    for name in ("verify", "verify_node", "knee_node", "draft", "draft_branch"):
+    for name in ("verify", "verify_node", "knee_node", "verify_context", "draft"):
         assert getattr(found, name) == pytest.approx(getattr(MODEL, name), rel=1e-6)
     assert found.error == pytest.approx(0, abs=1e-9)
 
 
 def test_fit_of_a_single_pass() -> None:
     """What it cannot tell is as assumed, in its unit."""
-    found = fit([VerifyTime(4, 8.0)], [], "x")
+    found = fit([VerifyTime(4, 0, 8.0)], [], "x")
     assert found.verify_ms(4, 0) == pytest.approx(8.0)
     unit = 8.0 / ASSUMED.verify_ms(4, 0)
     assert found.verify_node == pytest.approx(unit * ASSUMED.verify_node)

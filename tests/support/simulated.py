@@ -7,7 +7,7 @@ best child is accepted. What a policy is told is what an engine would tell it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from operator import mul
@@ -125,20 +125,21 @@ def best_static(
     return best, rate(best)
 
 
-def measured(machine: CostModel, seed: int, noise: float = 0.02) -> CostModel:
-    """What would be found of a machine at every size, its contexts told."""
+def profiled(machine: CostModel, seed: int, noise: float = 0.02) -> CostModel:
+    """What a profile would find of a machine."""
     rng = np.random.default_rng(seed)
 
     def took(ms: float) -> float:
         return float(ms * np.exp(rng.normal(0.0, noise)))
 
-    verifies = [VerifyTime(n, took(machine.verify_ms(n, 0))) for n in NODES]
+    verifies = [
+        VerifyTime(n, c, took(machine.verify_ms(n, c))) for n in NODES for c in (0, 8192, 65536)
+    ]
     drafts = [
-        DraftTime(b, s, k, took(machine.draft_ms(b, s, k, 0)))
-        for b in (1, 8, 64, 128) for s in (1, 3, 5) for k in (1, 4)
+        DraftTime(b, c, s, k, took(machine.draft_ms(b, s, k, c)))
+        for b in (1, 8, 64, 128) for s in (1, 3, 5) for k in (1, 4) for c in (0, 65536)
     ]  # fmt: skip
-    contexts = {name: getattr(machine, name) for name in ("verify_context", "draft_context")}
-    return replace(fit(verifies, drafts, "measured"), **contexts)
+    return fit(verifies, drafts, "profile")
 
 
 def quick(machine: CostModel, seed: int, noise: float = 0.05) -> CostModel:
@@ -149,9 +150,9 @@ def quick(machine: CostModel, seed: int, noise: float = 0.05) -> CostModel:
         return float(ms * np.exp(rng.normal(0.0, noise)))
 
     nodes = [b * (QUICK_STEPS + 1) for b in QUICK_BATCHES]
-    verifies = [VerifyTime(n, took(machine.verify_ms(n, 0))) for n in nodes]
+    verifies = [VerifyTime(n, 0, took(machine.verify_ms(n, 0))) for n in nodes]
     drafts = [
-        DraftTime(b, QUICK_STEPS, 1, took(machine.draft_ms(b, QUICK_STEPS, 1, 0)))
+        DraftTime(b, 0, QUICK_STEPS, 1, took(machine.draft_ms(b, QUICK_STEPS, 1, 0)))
         for b in QUICK_BATCHES
     ]
     return fit(verifies, drafts, "start-up fit")
