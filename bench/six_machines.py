@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.common import Run, flags, mean
 from overlap_spec.engine.start_up import fit_times, tier_points
-from overlap_spec.speculation.cost import TIERS_SPREAD, CostModel, shape_of
+from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
 from overlap_spec.speculation.policy import (
     LengthPolicy,
     RequestOutcome,
@@ -212,7 +212,7 @@ def live(
 
     if policy.weighs_cost:
         model = fit_times(list(measured()), "start-up fit")
-        policy.calibrate(model, max(TIERS_SPREAD, model.error or 0.0))
+        policy.calibrate(model, max(PROFILE_SPREAD, model.error or 0.0))
     budgets = {tier: Budget(tier) for tier in policy.tiers}
     told: list[dict[str, Any]] = []
     chosen: list[Tier] = []

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from bench.common import Run, command, flags, mean, percentile
-from overlap_spec.speculation.cost import TIERS_SPREAD, CostModel, shape_of
+from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
 from overlap_spec.speculation.policy import (
     LengthPolicy,
     RequestOutcome,
@@ -195,7 +195,7 @@ def serve(
         policy.let_stop()
     waiting, running, now = list(asked), list[Asked](), 0.0
     if policy.weighs_cost:
-        policy.calibrate(machine, TIERS_SPREAD)
+        policy.calibrate(machine, PROFILE_SPREAD)
     while waiting or running:
         while waiting and waiting[0].arrival_ms <= now and len(running) < MOST_RUNNING:
             running.append(waiting.pop(0))

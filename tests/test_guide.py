@@ -125,13 +125,14 @@ def test_the_tutorial_runs(
             sys.argv += ["--max-tokens", "200"]
         cli.main()
         printed.append(capsys.readouterr())
-    doctor, first, train, second = printed
+    doctor, first, train, profile, second = printed
     assert "Qwen3ForCausalLM" in doctor.out
     assert "slots,suffix" in doctor.out
     for each in (first, second):
         jsonschema.validate(json.loads(each.out), PERSON)
         assert {"accept_length", "tpot_ms"} <= json.loads(each.err.splitlines()[-1]).keys()
     assert "position" in train.out
+    assert "saved as" in profile.out
     serve = next(c for c in commands if " serve " in c).replace("--port 30000", "").split()[2:]
     server = Server(*serve, *FIXED)
     try:

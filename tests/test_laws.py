@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "timeline",
     },
     "engine.start_up": {"engine.core", "engine.grammar_drafts", "speculation", "worker"},
+    "engine.profile": {"engine.start_up", "speculation", "timeline", "worker"},
     "engine.build": {
         "engine.budgets",
         "engine.core",

@@ -37,7 +37,7 @@ pytestmark = needs_weights
 
 
 def test_every_command_of_the_page_has_its_row() -> None:
-    commands = re.findall(r"`(overlap-spec (?:generate|batch|doctor|train)[^`]*)`", README)
+    commands = re.findall(r"`(overlap-spec (?:generate|batch|doctor|profile|train)[^`]*)`", README)
     assert len(commands) == len(ROWS) >= 12
 
 

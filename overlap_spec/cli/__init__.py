@@ -12,12 +12,13 @@ from overlap_spec.cli.bench import bench
 from overlap_spec.cli.chat import chat
 from overlap_spec.cli.doctor import doctor
 from overlap_spec.cli.generate import generate
+from overlap_spec.cli.profile import profile
 from overlap_spec.cli.serve import serve
 from overlap_spec.cli.train import train
 from overlap_spec.errors import OverlapSpecError
 
 app = typer.Typer(name="overlap-spec", no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (generate, chat, serve, batch, bench, train, doctor):
+for command in (generate, chat, serve, batch, bench, profile, train, doctor):
     app.command()(command)
 
 

@@ -13,19 +13,21 @@ from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
+    PROFILE_SPREAD,
     STARTUP_SPREAD,
-    TIERS_SPREAD,
     CostModel,
     DraftTime,
     TierTime,
     VerifyTime,
     fit,
+    load_profile,
 )
 from overlap_spec.speculation.policy import LengthPolicy, RequestView, StepView
 from overlap_spec.speculation.presets import nearest_tier
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.graphs import graph_size
 from overlap_spec.worker.pass_times import PassTimes, Point, measure
+from overlap_spec.worker.site import machine_key
 from overlap_spec.worker.warm_up import prepare, prepare_next
 from overlap_spec.worker.warm_up import warm_up as run_once
 from overlap_spec.worker.worker import Worker
@@ -56,7 +58,7 @@ def warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
         worker.do(run_once, batches(config, policy, taken), chunk_tokens)
         worker.rest()
     if policy.weighs_cost:
-        policy.calibrate(*cost_model(worker, nearest_tier(config, tiers), load_s))
+        policy.calibrate(*cost_model(config, worker, nearest_tier(config, tiers), load_s))
     worker.do(prepare, policy.choose(StepView((RequestView(0, 1),))).tier)
 
 
@@ -92,21 +94,27 @@ def preparation(core: EngineCore) -> Iterator[bool]:
         asked = not made.get() and measures and not core.scheduler.allocator.touched
         if asked:
             measures = False
-            found = tier_costs(worker, nearest_tier(core.config, tiers), tiers)
+            found = tier_costs(core.config, worker, nearest_tier(core.config, tiers), tiers)
             if found is not None:
                 core.budgets.policy.calibrate(*found)
         yield asked or made.get()
 
 
-def cost_model(worker: Worker, launch: Tier, load_s: float) -> tuple[CostModel, float]:
+def cost_model(
+    config: EngineConfig, worker: Worker, launch: Tier, load_s: float
+) -> tuple[CostModel, float]:
     """The cost model to start with, and the standard deviation of its coefficients' logarithms.
 
     Args:
         launch: The tier that is measured. On a CPU its recording is good for all batches.
         load_s: Seconds that the worker took to load.
     """
+    known = load_profile(machine_key(config))
+    if known is not None:
+        return known, max(PROFILE_SPREAD, known.error or 0.0)
     try:
-        more = [Point(launch, batch) for batch in STARTUP_MORE_BATCHES if batch <= worker.rows]
+        rows = config.max_running_requests
+        more = [Point(launch, batch) for batch in STARTUP_MORE_BATCHES if batch <= rows]
         points = [Point(launch, batch) for batch in STARTUP_BATCHES]
         times = measure(worker, points, math.inf)
         limit_s = min(max(STARTUP_SHARE * load_s, STARTUP_LEAST_S), STARTUP_MOST_S)
@@ -119,16 +127,18 @@ def cost_model(worker: Worker, launch: Tier, load_s: float) -> tuple[CostModel, 
 
 
 def tier_costs(
-    worker: Worker, launch: Tier, tiers: Sequence[Tier]
+    config: EngineConfig, worker: Worker, launch: Tier, tiers: Sequence[Tier]
 ) -> tuple[CostModel, float] | None:
     """As :func:`cost_model`, of the tiers themselves: what wide and deep ones cost is measured.
 
-    None where too little could be measured.
+    None where the user's profile tells more, or too little could be measured.
 
     Args:
         tiers: All are recorded; no request may have run.
     """
-    points = list(tier_points(tiers, launch, worker.rows))
+    if load_profile(machine_key(config)) is not None:
+        return None
+    points = list(tier_points(tiers, launch, config.max_running_requests))
     try:
         times = measure(worker, points, TIER_S)
     except Exception as error:  # the drafter's own, or no room for it
@@ -138,7 +148,7 @@ def tier_costs(
         return None
     model = fit_times(times, "start-up fit")
     # The tiers themselves were measured: what a step takes beyond that is the machine's load.
-    return model, max(TIERS_SPREAD, model.error or 0.0)
+    return model, max(PROFILE_SPREAD, model.error or 0.0)
 
 
 def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> Iterator[Point]:

@@ -6,14 +6,20 @@ pass leaves the memory-bound regime at some batch, so verify has a second slope 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from overlap_spec.caches import cache_folder
 from overlap_spec.tiers import Budget
 
 Vector = NDArray[np.float64]
@@ -80,6 +86,7 @@ class CostModel:
         most_nodes: The most rows that were measured; 0: nothing was.
         source: Where it comes from, in words.
         error: Median relative error of the fit, None where nothing was fitted.
+        worst_error: The largest.
         tiers: What straight lines do not tell of the tiers that were measured.
     """
 
@@ -97,6 +104,7 @@ class CostModel:
     most_nodes: int = 0
     source: str = "assumed"
     error: float | None = None
+    worst_error: float | None = None
     tiers: tuple[TierTime, ...] = ()
 
     def verify_ms(self, nodes: int, context_tokens: int) -> float:
@@ -125,8 +133,21 @@ class CostModel:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Plain data that :meth:`from_dict` takes."""
         return asdict(self) | {"tiers": [list(each) for each in self.tiers]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CostModel:
+        """Raises TypeError, ValueError where a coefficient is missing, unknown or no number."""
+        tiers = tuple(TierTime(*each) for each in data.get("tiers", ()))
+        model = cls(**{**data, "tiers": tiers})
+        numbers = [value for name, value in data.items() if name not in ("source", "tiers")]
+        numbers += [number for each in tiers for number in each]
+        if not all(isinstance(n, int | float) and 0 <= n < 1e12 for n in numbers if n is not None):
+            raise ValueError("coefficients must be numbers >= 0")
+        if any(each.over <= 0 for each in tiers):
+            raise ValueError("a tier's time over the model's must be > 0")
+        return model
 
 
 # In units of a step that drafts nothing: what a policy starts from where nothing was measured.
@@ -143,7 +164,7 @@ ASSUMED = CostModel(
 )
 
 # Standard deviations of the coefficients' logarithms, by where they come from.
-ASSUMED_SPREAD, STARTUP_SPREAD, TIERS_SPREAD = 0.6, 0.25, 0.1
+ASSUMED_SPREAD, STARTUP_SPREAD, PROFILE_SPREAD = 0.6, 0.25, 0.1
 
 
 class VerifyTime(NamedTuple):
@@ -219,7 +240,7 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
         abs(model.draft_ms(d.batch, d.steps, d.branches, d.context_tokens) / d.ms - 1)
         for d in drafts
     ]
-    return replace(model, error=median(errors))
+    return replace(model, error=median(errors), worst_error=max(errors))
 
 
 def _squares(found: Vector, wanted: Vector) -> float:
@@ -255,3 +276,45 @@ def nonnegative(rows: Vector, wanted: Vector) -> Vector:
             x[~free] = 0.0
         x = guess
     return np.asarray(x / scale)
+
+
+log = logging.getLogger(__name__)
+
+
+def profile_path(key: Mapping[str, Any]) -> Path:
+    """The file of a profile.
+
+    Args:
+        key: Plain data: model, drafter, device, dtype, threads.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "profiles" / f"{name}.json"
+
+
+def save_profile(key: Mapping[str, Any], model: CostModel) -> Path:
+    """Write a profile, in place of an older one; returns its file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = profile_path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = {"key": dict(key), "cost": model.to_dict()}
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def load_profile(key: Mapping[str, Any]) -> CostModel | None:
+    """The profile of a key; None where there is none, or one that cannot be read."""
+    path = profile_path(key)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, RuntimeError):
+        return None
+    try:
+        return CostModel.from_dict(json.loads(text)["cost"])
+    except (ValueError, TypeError, KeyError) as error:
+        log.warning("profile %s is passed over: %s; run overlap-spec profile again", path, error)
+        return None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+from typing import Any
+
 import torch
 
 from overlap_spec.config import AUTO_MODE, EngineConfig
 from overlap_spec.errors import ConfigError
+from overlap_spec.kernels import cpu
 from overlap_spec.models.config import read_json
 from overlap_spec.models.quantization import has_int4, has_int8
 from overlap_spec.models.tensors import parameter_count
@@ -31,6 +35,34 @@ def count_threads(config: EngineConfig, device: torch.device) -> int:
     if config.quantization == "int4":
         size //= 2
     return pick_threads(config.threads, size // ranks, ranks)
+
+
+def machine_key(config: EngineConfig) -> dict[str, Any]:
+    """What the time of a pass depends on, as plain data: model, drafter, device, dtype, threads."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config, device)
+    threads = 0
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        threads = count_threads(config, device)
+        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        name += f", {physical_cores()} cores"
+    paths = {"model": config.target_path, "draft": config.draft_path}
+    shapes = {
+        what: read_json(path / "config.json") if path is not None else None
+        for what, path in paths.items()
+    }
+    return {
+        **shapes,
+        "drafter": config.drafter,
+        "device": name,
+        "dtype": config.quantization or str(dtype),
+        "threads": threads,
+        "graphs": config.graphs,
+        **({"kernels": "native"} if device.type == "cpu" and cpu.native() else {}),
+        **({"ranks": config.tensor_parallel_size} if config.tensor_parallel_size > 1 else {}),
+    }
 
 
 def check_quantization(name: str, device: torch.device) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from starlette.types import Receive, Scope, Send
 from overlap_spec import Engine, SamplingParams, __version__, cli
 from overlap_spec.cli.batch import settled
 from overlap_spec.cli.chat import Chat
+from overlap_spec.cli.profile import costs, in_units, verdict
 from overlap_spec.cli.request import ConstraintFlags
 from overlap_spec.cli.terminal import loading
 from overlap_spec.doctor import cpu_features, memory
+from overlap_spec.speculation.cost import CostModel
 
 SCHEMA = '{"type":"array","items":{"type":"integer","minimum":0,"maximum":9},"maxItems":4}'
 
@@ -459,3 +462,26 @@ def test_doctor_says_what_to_do(
     monkeypatch.setattr(doctor, "_weights", lambda *_: [])
     assert run(monkeypatch, "doctor") == 0
     assert "all is fine; try: overlap-spec generate" in capsys.readouterr().out
+
+
+def test_a_profile_is_told_in_units_and_with_a_verdict() -> None:
+    model = CostModel(10.0, 0.0123, 2e-5, 0.8, 0.005, 0.0, worst_error=0.625)
+    assert [(about, in_units(ms)) for about, ms in costs(model)] == [
+        ("a verify pass by itself", "10.0 ms"),
+        ("each row in it", "12.3 µs"),
+        ("each 1,000 tokens of context", "20.0 µs"),
+        ("a draft step by itself", "800 µs"),
+        ("each token in it", "5.00 µs"),
+    ]
+    assert [in_units(ms) for ms in (3e-5, 0.99951, 999.9, 61_234.0)] == [
+        "30 ns", "1.00 ms", "1.00 s", "61.2 s",
+    ]  # fmt: skip
+    # By hand: 10 + 0.0123, and 10 + 6 × 0.0123 + 5 × (0.8 + 0.005).
+    assert verdict(model, 1) == [
+        "1 at once: a step without drafts takes 10.0 ms, with 5 14.1 ms: they pay where a verify "
+        "gives over 1.41 tokens",
+        "the worst of the measured times is 62% off: measure again without other work",
+    ]
+    told = verdict(replace(model, draft=0.0, draft_branch=0.0, worst_error=None), 4)
+    assert [line.partition(":")[0] for line in told] == ["1 at once", "4 at once"]
+    assert told[0].endswith("nothing drafts: name a --draft")

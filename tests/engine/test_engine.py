@@ -18,6 +18,8 @@ from pydantic import BaseModel, model_validator
 from safetensors.torch import load_file, save_file
 
 from overlap_spec import Engine, Generator, Grammar, SamplingParams
+from overlap_spec.config import EngineConfig
+from overlap_spec.engine.profile import profile
 from overlap_spec.errors import (
     CheckpointError,
     ConfigError,
@@ -394,6 +396,24 @@ def test_targets_are_asked_for_and_counted(tiny: dict[str, str]) -> None:
 def test_a_target_that_is_none(target: Any) -> None:
     with pytest.raises(InvalidRequest, match="tpot_slo_ms must be a number over 0"):
         SamplingParams(tpot_slo_ms=target)
+
+
+def test_a_profile_is_used_where_there_is_one(
+    tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured, saved, and found by the next engine of the same settings, and by no other."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    seen = []
+    model, path = profile(EngineConfig.build(**tiny, max_running_requests=2), seen.append)
+    assert path.is_file()
+    assert len(seen) > 10
+    assert model.source == "profile"
+    assert model.verify > 0
+    assert model.draft > 0
+    for settings, source in (({}, "profile"), ({"graphs": False}, "start-up fit")):
+        with Engine(**tiny, adaptive="auto", **settings) as engine:
+            assert engine.snapshot()["speculation"]["cost"]["source"] == source
+            assert engine.generate("a", None, {"max_tokens": 8}).finish_reason == "length"
 
 
 @pytest.mark.ci

@@ -10,8 +10,8 @@ from bench import six_machines
 from overlap_spec.engine.budgets import Budgets
 from overlap_spec.speculation.auto import AutoPolicy
 from overlap_spec.speculation.cost import (
+    PROFILE_SPREAD,
     STARTUP_SPREAD,
-    TIERS_SPREAD,
     CostModel,
     shape_of,
 )
@@ -40,7 +40,7 @@ VERIFIES = 2000
 
 
 def make(machine: CostModel, seed: int = 1) -> AutoPolicy:
-    return AutoPolicy(TIERS, LAUNCH, OnlineCost(profiled(machine, seed), TIERS_SPREAD))
+    return AutoPolicy(TIERS, LAUNCH, OnlineCost(profiled(machine, seed), PROFILE_SPREAD))
 
 
 @pytest.mark.parametrize("name", few(sorted(MACHINES), "cpu"))

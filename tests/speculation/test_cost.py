@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from overlap_spec.speculation.cost import (
     TierTime,
     VerifyTime,
     fit,
+    load_profile,
     nonnegative,
+    profile_path,
+    save_profile,
     shape_of,
 )
 from overlap_spec.speculation.online_cost import OnlineCost
@@ -68,7 +72,7 @@ def test_fit_finds_the_lines_and_the_knee() -> None:
     assert (found.knee_nodes, found.source, found.most_nodes) == (8, "here", 32)
     for name in ("verify", "verify_node", "knee_node", "verify_context", "draft"):
         assert getattr(found, name) == pytest.approx(getattr(MODEL, name), rel=1e-6)
-    assert found.error == pytest.approx(0, abs=1e-9)
+    assert found.worst_error == pytest.approx(0, abs=1e-9)
 
 
 def test_fit_of_a_single_pass() -> None:
@@ -130,7 +134,9 @@ def test_a_fit_keeps_what_its_lines_do_not_tell() -> None:
             batch, tier.steps, tier.top_k, 0
         )
         assert over * told == pytest.approx(draft_ms + verify_ms)
-    assert json.loads(json.dumps(model.to_dict()))["tiers"] == [[*each] for each in model.tiers]
+    assert CostModel.from_dict(json.loads(json.dumps(model.to_dict()))) == model
+    with pytest.raises(ValueError, match="tier's time"):
+        CostModel.from_dict(model.to_dict() | {"tiers": [[3, 1, 1, 0.0]]})
 
 
 def test_a_switch_tells_what_a_tier_costs() -> None:
@@ -185,6 +191,34 @@ def test_the_error_of_a_comparison_shrinks_as_it_is_seen() -> None:
     gain, after = compare()
     assert after < before / 4
     assert gain == pytest.approx(np.log(MODEL.step_ms(chain) / MODEL.step_ms(off)), abs=0.03)
+
+
+# Profiles
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_profile_is_found_again_by_its_key_alone(cache: Path) -> None:
+    key = {"model": {"hidden_size": 8}, "threads": 2}
+    assert load_profile(key) is None
+    path = save_profile(key, MODEL)
+    assert path.is_relative_to(cache)
+    assert load_profile(key) == MODEL
+    assert load_profile(key | {"threads": 1}) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cost": {"verify": 1}}', '{"cost": {"nodes": 2}}'])
+@pytest.mark.usefixtures("cache")
+def test_a_broken_profile_is_passed_over(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    path = profile_path({})
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert load_profile({}) is None
+    assert "run overlap-spec profile again" in caplog.text
 
 
 def test_what_is_measured_of_recorded_tiers() -> None:
