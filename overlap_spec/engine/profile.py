@@ -1,4 +1,4 @@
-"""What ``overlap-spec profile`` measures: an offline analysis of a machine, kept for its engines."""
+"""What ``overlap-spec profile`` measures: the offline analysis of a machine (AdaSpec, section 6)."""
 
 from __future__ import annotations
 
