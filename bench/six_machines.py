@@ -29,7 +29,7 @@ from random import Random
 from typing import Any
 
 from bench.common import Run, flags, mean
-from overlap_spec.engine.cost_model import fit_times, tier_points
+from overlap_spec.engine.start_up import fit_times, tier_points
 from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
 from overlap_spec.speculation.policy import (
     LengthPolicy,

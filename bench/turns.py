@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from overlap_spec.engine import Engine
-from overlap_spec.engine.cost_model import cost_model
+from overlap_spec.engine.start_up import cost_model
 from overlap_spec.speculation.cost import CostModel
 from overlap_spec.speculation.policy import LengthPolicy, StepOutcome, StepView
 from overlap_spec.speculation.presets import nearest_tier

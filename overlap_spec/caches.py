@@ -1,5 +1,5 @@
-"""Where what is made once a machine is kept (cost profiles, compiled kernels); and what is kept of
-what was made for the newest of many."""
+"""Where what is made once a machine is kept (compiled kernels); and what is kept of what was made
+for the newest of many."""
 
 from __future__ import annotations
 

@@ -112,14 +112,6 @@ class EngineConfig:
             ("--num-draft-tokens", "--speculative-num-draft-tokens"),
         ),
     ] = None
-    tree: Annotated[
-        str | None,
-        Help(
-            "JSON file with a fixed draft tree, as parents or as Medusa's choices, in place of the "
-            "three settings above; needs --speculative-adaptive-config static.",
-            ("--tree", "--speculative-tree"),
-        ),
-    ] = None
     adaptive: Annotated[
         str,
         Help(
@@ -406,8 +398,6 @@ class EngineConfig:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ConfigError(f"{name} must be an integer >= {low}: {value!r}")
-        if self.tree is not None:
-            self._check_tree()
         if self.chunked_prefill_size is not None and self.chunked_prefill_size < self.page_size:
             raise ConfigError("chunked_prefill_size must hold at least one page (page_size)")
         for name in (
@@ -419,19 +409,6 @@ class EngineConfig:
         fraction = self.mem_fraction_static
         if fraction is not None and not 0 < fraction < 1:
             raise ConfigError(f"mem_fraction_static must be between 0 and 1: {fraction!r}")
-
-    def _check_tree(self) -> None:
-        """Raise ConfigError for settings that a fixed tree cannot have beside it."""
-        for name in ("num_steps", "eagle_topk", "num_draft_tokens"):
-            if getattr(self, name) != getattr(type(self), name):
-                raise ConfigError(f"{name}: the tree's file says it; leave it out")
-        if self.adaptive.lower() != "static":
-            raise ConfigError(f"tree: adaptive must be 'static' beside it, not {self.adaptive!r}")
-        for name in self.drafters:
-            if name in ("ngram", "suffix", "slots"):
-                raise ConfigError(f"tree: the trees of {name!r} have the shape of what it finds")
-        if self.drafter == "none":
-            raise ConfigError("tree: nothing is drafted without a drafter; set algorithm or draft")
 
     def _check_adapters(self) -> None:
         names = [module.partition("=")[0] for module in self.lora_modules]

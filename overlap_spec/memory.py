@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from overlap_spec.errors import ConfigError
+
 # At most so often, memory that was freed is given back to the system unasked.
 TRIM_EVERY_S = 1.0
 # Where version 1 and version 2 of control groups have a group's limit.
@@ -96,6 +98,27 @@ class MemoryCeiling:
     def __init__(self, most_bytes: int, collects: bool = False) -> None:
         self.most_bytes, self._collects = most_bytes, collects
         self._trimmed_s = 0.0
+
+    @classmethod
+    def beside(cls, most_bytes: int | None, untouched_bytes: int) -> MemoryCeiling:
+        """The ceiling of a process that has all it needs by itself.
+
+        Args:
+            most_bytes: None leaves most of the rest to the machine's other processes.
+            untouched_bytes: What it will take besides, as its caches are first written.
+
+        Raises:
+            ConfigError: it takes more than that by itself.
+        """
+        rest = rss_bytes() + untouched_bytes
+        if most_bytes is None:
+            most_bytes = rest + max(0, machine_bytes() - rest) // 4
+        elif most_bytes < rest:
+            raise ConfigError(
+                f"memory_limit_bytes is {most_bytes}, and the engine takes {rest} by itself, its "
+                "whole KV cache included: set more, or lower max_total_tokens"
+            )
+        return cls(most_bytes)
 
     def is_reached(self) -> bool:
         """Whether this process has more, also after what is free was given back."""

@@ -18,21 +18,19 @@ RAGGED_GAIN = 0.02
 class Tier:
     """How much is drafted a step: ``steps`` deep, ``top_k`` wide, ``nodes`` verified (root too).
 
-    Tier(0, 1, 1) is speculation off. ``parents``: of a tree of a fixed shape each node's parent,
-    from node 1 on; None: the drafter chooses. ``base``: of a tier with room for what the grammar
-    tells, what the drafter is asked for; None: this tier itself.
+    Tier(0, 1, 1) is speculation off. ``base``: of a tier with room for what the grammar tells, what
+    the drafter is asked for; None: this tier itself.
     """
 
     steps: int
     top_k: int
     nodes: int
-    parents: tuple[int, ...] | None = None
     base: Tier | None = None
 
     @property
     def is_chain(self) -> bool:
         """Whether its trees are the drafter's chains, and nothing else."""
-        return self.top_k == 1 and self.parents is None and self.base is None
+        return self.top_k == 1 and self.base is None
 
     @property
     def own(self) -> Tier:

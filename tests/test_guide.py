@@ -99,7 +99,6 @@ def test_first_commands(
 def qwen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tutorial's folder: a small random model of its architecture, and 24 chats."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shape: dict[str, Any] = {"num_hidden_layers": 4, "head_dim": 8}
     shape["max_position_embeddings"] = 2048
     folder = tmp_path / "qwen3-0.6b"

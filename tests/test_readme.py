@@ -53,8 +53,6 @@ def test_command(
     folder.mkdir()
     subprocess.run(["bash", "-ec", FILES], cwd=folder, check=True)
     monkeypatch.chdir(folder)
-    # Profiles are kept in the user's cache.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = shlex.split(command)
     monkeypatch.setattr(sys, "argv", words)
     cli.main()

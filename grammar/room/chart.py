@@ -177,11 +177,11 @@ class Chart:
         self._rests: list[int] = rules.rests.tolist()
         self._nullable = [bool(flag) for flag in rules.nullable.tolist()]
         self._rules_bytes = 8 * sum(part.nbytes for part in rules)
-        self.places: list[Place] = []
+        self.start = Place(0)
+        self.places = [self.start]
         self._stepped: deque[Place] = deque()
         self._settled = False
         self._known: dict[frozenset[tuple[int, int]], Place | None] = {}
-        self.start = self._new()
         if not self._close(self.start, [(0, self.start)]):
             raise GrammarError(f"its start has over {MOST_ITEMS} positions in its rules")
 
@@ -229,8 +229,8 @@ class Chart:
                 of, found = here.step
                 if of is None or np.array_equal(of, row):
                     return found
-            read = self._read(here, row)
-            kept, step = (None, self._walk(here)) if read is None else (row.copy(), read)
+            read = _read(self, here, row)
+            kept, step = (None, _walk(self, here)) if read is None else (row.copy(), read)
             if len(step.few) > KEPT_TOKENS or step.kinds is not None:
                 if here.step is None:
                     self._stepped.append(here)
@@ -238,19 +238,6 @@ class Chart:
                 if len(self._stepped) > MOST_STEPS:
                     self._stepped.popleft().step = None
             return step
-
-    def _read(self, here: Place, row: Ints) -> Step | None:
-        """What the tokens of a row can do, read one by one where they are few, or are but for few
-        of them bodies of a repetition; None: neither is so."""
-        if int(np.bitwise_count(row).sum()) <= FEW_TOKENS:
-            return _Reading(self, here).step(tokens_of(row))
-        entry = self.entry(here)
-        if entry is None:
-            return None
-        reading = _Reading(self, here, self.trie.repeats(entry.body.moves))
-        reading.enter(here, entry, b"")
-        left = tokens_of(row & ~reading.told())
-        return reading.step(left) if len(left) <= FEW_TOKENS else None
 
     def prepare(self) -> None:
         """Look at the bodies of repetitions, for masks to come."""
@@ -264,50 +251,8 @@ class Chart:
         """How tokens that are bodies of one repetition lead on from a place; None: they are not
         told apart so."""
         if not here.is_entered:
-            here.entry, here.is_entered = self._find_entry(here), True
+            here.entry, here.is_entered = _find_entry(self, here), True
         return here.entry
-
-    def _find_entry(self, here: Place) -> Entry | None:
-        lead = self.lead(here)
-        if lead is not None:
-            after = self.lead(lead[1])
-            if after is not None and after[0] is lead[0]:
-                return Entry(*lead, ())
-        # Bytes in the order of how many are read alike.
-        for low, _, _, _ in sorted(here.scans, key=lambda scan: scan[0] - scan[1])[:MOST_ENTRIES]:
-            there = self.move(here, low)
-            lead = None if there is None else self.lead(there)
-            if there is not None and lead is not None and lead[0].begins[low]:
-                body, known = lead[0], dict[tuple[Place | None, int], bool]()
-                others: list[int] = []
-                for first, last, then in _alike(here, body.ways[0]):
-                    name = self.move(here, first), then
-                    if name not in known:
-                        known[name] = self._leads_to(*name, body, there, set())
-                    if not known[name]:
-                        others += range(first, last + 1)
-                return Entry(body, there, tuple(others)) if len(others) <= MOST_OTHERS else None
-        return None
-
-    def _leads_to(
-        self,
-        here: Place | None,
-        state: int,
-        body: Body,
-        there: Place,
-        seen: set[tuple[Place, int]],
-    ) -> bool:
-        """Whether all that is left of a body in a state leads from one place to another."""
-        if here is None or state == body.end:
-            return here is there
-        if (here, state) in seen:
-            return True
-        seen.add((here, state))
-        spans = _alike(here, body.ways[state])
-        ways = {(self.move(here, first), then) for first, _, then in spans}
-        return len(seen) <= MOST_WAYS and all(
-            self._leads_to(after, then, body, there, seen) for after, then in ways
-        )
 
     def lead(self, here: Place) -> tuple[Body, Place] | None:
         """The body of the repetition that a place is in, and the place behind it: all texts of it
@@ -316,26 +261,12 @@ class Chart:
             here.is_led = True
             for rule, waiting in here.waiting.items():
                 body = self._bodies.of(rule) if len(waiting) == 1 else None
-                if body is not None and self._is_alone(here, rule, body):
+                if body is not None and _is_alone(here, rule, body, self._graph.rule_of):
                     after = self._named(set(waiting))
                     if after is not None:
                         here.lead = body, after
                         break
         return here.lead
-
-    def _is_alone(self, here: Place, rule: int, body: Body) -> bool:
-        """Whether nothing else at a place reads the bytes that a body begins with."""
-        rule_of = self._graph.rule_of
-        for low, high, target, origin in here.scans:
-            inside = origin is here and rule_of[target] in body.rules
-            if not inside and body.begins[low : high + 1].any():
-                return False
-        return all(
-            outer is here and rule_of[back] in body.rules
-            for called in body.rules
-            if called != rule
-            for back, outer in here.waiting.get(called, ())
-        )
 
     def _settle(self) -> None:
         """Count the fewest tokens exactly: at the start and on the way from there, or, if the
@@ -347,7 +278,7 @@ class Chart:
         for place in found:
             if len(leads) >= most:
                 break
-            leads.append(self._walk(place).places)
+            leads.append(_walk(self, place).places)
             for after in leads[-1]:
                 if after.number not in parents:
                     parents[after.number] = place
@@ -361,10 +292,6 @@ class Chart:
         while end is not None:
             end.tokens, count = count, count + 1
             end = parents[end.number] if end is not self.start else None
-
-    def _new(self) -> Place:
-        self.places.append(Place(len(self.places)))
-        return self.places[-1]
 
     def _named(self, scanned: set[tuple[int, Place]]) -> Place | None:
         """The place of some positions: those that are only the end of a rule go by what waits for
@@ -385,7 +312,8 @@ class Chart:
                     pending.append((back, outer))
         name = frozenset([(node, origin.number) for node, origin in items])
         if name not in self._known:
-            made = self._new()
+            made = Place(len(self.places))
+            self.places.append(made)
             self._known[name] = made if self._close(made, list(items)) else None
         return self._known[name]
 
@@ -427,7 +355,8 @@ class Chart:
         return True
 
     def _measure(self, here: Place) -> None:
-        """Find the shortest rest behind a place that is closed."""
+        """Find the shortest rest behind a place that is closed, and the longest of the rests behind
+        its positions."""
         returns = here.returns
         if here is self.start:
             returns[0] = 0
@@ -435,46 +364,37 @@ class Chart:
         while grown:
             grown = False
             for rule, waiting in here.waiting.items():
-                best = min(self._behind(back, outer) for back, outer in waiting)
+                best = min(self._behind(back, outer.returns) for back, outer in waiting)
                 if best < returns.get(rule, ENDLESS):
                     returns[rule], grown = best, True
-        self._measure_most(here)
-        if here.rest == 0:
-            return
-        found = (ENDLESS, 0, 256)
-        for low, high, target, origin in here.scans:
-            rest = 1 + self._behind(target, origin)
-            # Characters that are seen, before others.
-            byte = max(low, 0x20) if high >= 0x20 else low
-            found = min(found, (rest, int(byte < 0x20), byte))
-        here.rest, _, here.byte = found
-
-    def _measure_most(self, here: Place) -> None:
-        """Find the longest of the rests behind the positions of a place."""
-        returns = here.most_returns
+        most_returns = here.most_returns
         for _ in range(MOST_ROUNDS):
             grown = False
             for rule, waiting in here.waiting.items():
-                most = max(self._most_behind(back, outer) for back, outer in waiting)
-                if most > returns.get(rule, 0):
-                    returns[rule], grown = most, True
+                most = max(self._behind(back, outer.most_returns, 0) for back, outer in waiting)
+                if most > most_returns.get(rule, 0):
+                    most_returns[rule], grown = most, True
             if not grown:
                 break
         else:
             # Rules that begin with themselves wait for as many of them as one likes.
             here.most_returns = dict.fromkeys(here.waiting, ENDLESS)
-        here.most = max((self._most_behind(t, o) for _, _, t, o in here.scans), default=0)
+        mosts = (self._behind(t, o.most_returns, 0) for _, _, t, o in here.scans)
+        here.most = max(mosts, default=0)
+        if here.rest == 0:
+            return
+        found = (ENDLESS, 0, 256)
+        for low, high, target, origin in here.scans:
+            rest = 1 + self._behind(target, origin.returns)
+            # Characters that are seen, before others.
+            byte = max(low, 0x20) if high >= 0x20 else low
+            found = min(found, (rest, int(byte < 0x20), byte))
+        here.rest, _, here.byte = found
 
-    def _most_behind(self, node: int, origin: Place) -> int:
-        return min(
-            self._rests[node] + origin.most_returns.get(self._graph.rule_of[node], 0), ENDLESS
-        )
-
-    def _behind(self, node: int, origin: Place) -> int:
-        """Fewest bytes from a position to the end of the text."""
-        return min(
-            self._rests[node] + origin.returns.get(self._graph.rule_of[node], ENDLESS), ENDLESS
-        )
+    def _behind(self, node: int, returns: dict[int, int], unknown: int = ENDLESS) -> int:
+        """Bytes from a position to the end of the text, fewest in its own rule: by what its origin
+        tells of those behind a rule."""
+        return min(self._rests[node] + returns.get(self._graph.rule_of[node], unknown), ENDLESS)
 
     def _count(self, here: Place) -> None:
         """Count the tokens of the fixed rests of a place and of those on its way."""
@@ -495,54 +415,8 @@ class Chart:
             assert after is not None
             assert after.ahead is not None
             place.ahead = bytes((place.byte, *after.ahead[: self.trie.longest - 1]))
-            fewest = self._fewest(place, place.ahead)
+            fewest = _fewest(place, place.ahead, self.trie.by_text)
             place.tokens = fewest if place.tokens < 0 else min(fewest, place.tokens)
-
-    def _fewest(self, place: Place, ahead: bytes) -> int:
-        best, there = ENDLESS, place
-        known = self.trie.by_text
-        for size in range(1, len(ahead) + 1):
-            after = there.moves[ahead[size - 1]]
-            assert after is not None
-            there = after
-            if after.tokens + 1 < best and ahead[:size] in known:
-                best = after.tokens + 1
-        return best
-
-    def _walk(self, here: Place) -> Step:
-        """Follow all tokens at once, byte by byte."""
-        trie, reading = self.trie, _Reading(self, here)
-        found, numbers = [here], {here.number: 0}
-        moves = np.full((16, 256), UNKNOWN, np.int32)
-        nodes, states = np.zeros(1, np.int32), np.zeros(1, np.int32)
-        ends: list[npt.NDArray[np.int64]] = []
-        end_states: list[npt.NDArray[np.int32]] = []
-        while len(nodes):
-            nodes, at = trie.below(nodes)
-            states, byte = states[at], trie.read[nodes]
-            after = moves.ravel()[states * 256 + byte]
-            if (after == UNKNOWN).any():
-                asked = np.unique(states[after == UNKNOWN] * 256 + byte[after == UNKNOWN])
-                for pair in asked.tolist():
-                    place = self.move(found[pair >> 8], pair & 255)
-                    if place is None:
-                        moves[pair >> 8, pair & 255] = NOWHERE
-                        continue
-                    number = numbers.get(place.number)
-                    if number is None:
-                        number = numbers[place.number] = len(found)
-                        found.append(place)
-                        if number >= len(moves):
-                            more = np.full_like(moves, UNKNOWN)
-                            moves = np.concatenate([moves, more])
-                    moves[pair >> 8, pair & 255] = number
-                after = moves.ravel()[states * 256 + byte]
-            alive = after >= 0
-            nodes, states = nodes[alive], after[alive]
-            tokens, at = trie.tokens_at(nodes)
-            ends.append(tokens)
-            end_states.append(states[at])
-        return reading.whole(np.concatenate(ends), np.concatenate(end_states), found)
 
 
 class _Reading:
@@ -660,6 +534,126 @@ class _Reading:
             found = self._numbers[place.number] = len(self._places)
             self._places.append(place)
         return found
+
+
+def _fewest(place: Place, ahead: bytes, known: frozenset[bytes]) -> int:
+    """Tokens that spell the rest of a place, of which the next places' are known."""
+    best, there = ENDLESS, place
+    for size in range(1, len(ahead) + 1):
+        after = there.moves[ahead[size - 1]]
+        assert after is not None
+        there = after
+        if after.tokens + 1 < best and ahead[:size] in known:
+            best = after.tokens + 1
+    return best
+
+
+def _walk(chart: Chart, here: Place) -> Step:
+    """Follow all tokens at once, byte by byte."""
+    trie, reading = chart.trie, _Reading(chart, here)
+    found, numbers = [here], {here.number: 0}
+    moves = np.full((16, 256), UNKNOWN, np.int32)
+    nodes, states = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    ends: list[npt.NDArray[np.int64]] = []
+    end_states: list[npt.NDArray[np.int32]] = []
+    while len(nodes):
+        nodes, at = trie.below(nodes)
+        states, byte = states[at], trie.read[nodes]
+        after = moves.ravel()[states * 256 + byte]
+        if (after == UNKNOWN).any():
+            asked = np.unique(states[after == UNKNOWN] * 256 + byte[after == UNKNOWN])
+            for pair in asked.tolist():
+                place = chart.move(found[pair >> 8], pair & 255)
+                if place is None:
+                    moves[pair >> 8, pair & 255] = NOWHERE
+                    continue
+                number = numbers.get(place.number)
+                if number is None:
+                    number = numbers[place.number] = len(found)
+                    found.append(place)
+                    if number >= len(moves):
+                        more = np.full_like(moves, UNKNOWN)
+                        moves = np.concatenate([moves, more])
+                moves[pair >> 8, pair & 255] = number
+            after = moves.ravel()[states * 256 + byte]
+        alive = after >= 0
+        nodes, states = nodes[alive], after[alive]
+        tokens, at = trie.tokens_at(nodes)
+        ends.append(tokens)
+        end_states.append(states[at])
+    return reading.whole(np.concatenate(ends), np.concatenate(end_states), found)
+
+
+def _read(chart: Chart, here: Place, row: Ints) -> Step | None:
+    """What the tokens of a row can do, read one by one where they are few, or are but for few
+    of them bodies of a repetition; None: neither is so."""
+    if int(np.bitwise_count(row).sum()) <= FEW_TOKENS:
+        return _Reading(chart, here).step(tokens_of(row))
+    entry = chart.entry(here)
+    if entry is None:
+        return None
+    reading = _Reading(chart, here, chart.trie.repeats(entry.body.moves))
+    reading.enter(here, entry, b"")
+    left = tokens_of(row & ~reading.told())
+    return reading.step(left) if len(left) <= FEW_TOKENS else None
+
+
+def _find_entry(chart: Chart, here: Place) -> Entry | None:
+    lead = chart.lead(here)
+    if lead is not None:
+        after = chart.lead(lead[1])
+        if after is not None and after[0] is lead[0]:
+            return Entry(*lead, ())
+    # Bytes in the order of how many are read alike.
+    for low, _, _, _ in sorted(here.scans, key=lambda scan: scan[0] - scan[1])[:MOST_ENTRIES]:
+        there = chart.move(here, low)
+        lead = None if there is None else chart.lead(there)
+        if there is not None and lead is not None and lead[0].begins[low]:
+            body, known = lead[0], dict[tuple[Place | None, int], bool]()
+            others: list[int] = []
+            for first, last, then in _alike(here, body.ways[0]):
+                name = chart.move(here, first), then
+                if name not in known:
+                    known[name] = _leads_to(chart, *name, body, there, set())
+                if not known[name]:
+                    others += range(first, last + 1)
+            return Entry(body, there, tuple(others)) if len(others) <= MOST_OTHERS else None
+    return None
+
+
+def _leads_to(
+    chart: Chart,
+    here: Place | None,
+    state: int,
+    body: Body,
+    there: Place,
+    seen: set[tuple[Place, int]],
+) -> bool:
+    """Whether all that is left of a body in a state leads from one place to another."""
+    if here is None or state == body.end:
+        return here is there
+    if (here, state) in seen:
+        return True
+    seen.add((here, state))
+    spans = _alike(here, body.ways[state])
+    ways = {(chart.move(here, first), then) for first, _, then in spans}
+    return len(seen) <= MOST_WAYS and all(
+        _leads_to(chart, after, then, body, there, seen) for after, then in ways
+    )
+
+
+def _is_alone(here: Place, rule: int, body: Body, rule_of: list[int]) -> bool:
+    """Whether nothing else at a place reads the bytes that a body begins with."""
+    for low, high, target, origin in here.scans:
+        inside = origin is here and rule_of[target] in body.rules
+        if not inside and body.begins[low : high + 1].any():
+            return False
+    return all(
+        outer is here and rule_of[back] in body.rules
+        for called in body.rules
+        if called != rule
+        for back, outer in here.waiting.get(called, ())
+    )
 
 
 def _relax(found: list[Place], leads: list[list[Place]]) -> None:

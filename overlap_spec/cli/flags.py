@@ -39,7 +39,7 @@ def _panels(words: Mapping[str, str]) -> dict[str, str]:
 ENGINE_FLAGS = _panels(
     {
         MODEL: "model dtype quantization device threads tensor_parallel_size context_length",
-        SPECULATION: "algorithm draft num_steps eagle_topk num_draft_tokens tree adaptive "
+        SPECULATION: "algorithm draft num_steps eagle_topk num_draft_tokens adaptive "
         "tpot_slo_ms threshold_single threshold_acc relaxed_topk relaxed_delta",
         GRAMMAR: "overlap grammar_backend additional_properties complete",
         BATCH: "mem_fraction_static max_running_requests chunked_prefill_size",

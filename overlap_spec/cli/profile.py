@@ -27,7 +27,7 @@ def profile(**engine_flags: Any) -> None:
     from rich.progress import Progress
     from rich.table import Table
 
-    from overlap_spec.engine.cost_model import profile as measure
+    from overlap_spec.engine.profile import profile as measure
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True) as bar:

@@ -11,7 +11,7 @@ from torch import Tensor
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.head_drafter import FusingDrafter
 from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
-from overlap_spec.drafters.tree_drafter import Branches, Growth, shape_of
+from overlap_spec.drafters.tree_drafter import Branches, Growth
 from overlap_spec.kernels import Noise, noise_keys, top_candidates
 from overlap_spec.steps import FEW_TOKENS
 from overlap_spec.tiers import Tier
@@ -31,12 +31,8 @@ class MarginalDrafter(FusingDrafter):
         """The states from which the tokens at ``count`` depths come: ``(B, count, H)``."""
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:
-        depth, most = tier.steps, tier.top_k
-        if tier.parents is not None:
-            levels = shape_of(tier.parents, roots.tokens.device).levels
-            depth, most = len(levels), max(level.most for level in levels)
-        logits = self.logits(self.depths(roots, depth).flatten(0, 1))
-        return Marginals(self, roots, logits, depth, most).trees(roots, tier)
+        logits = self.logits(self.depths(roots, tier.steps).flatten(0, 1))
+        return Marginals(self, roots, logits, tier.steps, tier.top_k).trees(roots, tier)
 
 
 class Marginals(Growth):

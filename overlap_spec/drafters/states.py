@@ -37,10 +37,6 @@ class GrammarStanding(NamedTuple):
     tables: StateTables
     states: Tensor
 
-    def among(self, batch: int, branches: Tensor) -> GrammarStanding:
-        """Some of the ``T / batch`` branches of each root: int64 ``(c,)``."""
-        return GrammarStanding(self.tables, self.states.view(batch, -1)[:, branches].flatten())
-
 
 class Options(NamedTuple):
     """The tokens ``(T, C)`` that were looked at behind ``T`` branches, and the states int32

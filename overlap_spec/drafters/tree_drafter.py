@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -36,14 +35,13 @@ class Branches(NamedTuple):
 
     ``step``: their depth; of what is no tree, the first one's. ``mask`` bool ``(B, k, W)``: which
     of all branches up to here each one sees; None: they are a chain, behind one that has all depths
-    before. ``first``: slot of the first one, counted from the root; None: every step has k.
+    before.
     """
 
     token: Tensor
     before: Tensor
     step: int
     mask: Tensor | None = None
-    first: int | None = None
 
 
 class Growth(ABC):
@@ -80,12 +78,7 @@ class Growth(ABC):
 
     def trees(self, roots: Roots, tier: Tier) -> Draft:
         """The draft behind each root, as :meth:`Drafter.draft`."""
-        if tier.parents is None and tier.top_k == 1:
-            return self._chain(roots, tier)
-        state = self.root_states(roots)
-        if tier.parents is not None:
-            return self._fixed(roots, state, shape_of(tier.parents, state.device))
-        return self._tree(roots, state, tier)
+        return self._chain(roots, tier) if tier.top_k == 1 else self._tree(roots, tier)
 
     def first_link(self, roots: Roots) -> ChainLink:
         """The first draft of a chain behind each root."""
@@ -126,9 +119,9 @@ class Growth(ABC):
         tokens, scores, _, _ = zip(*links, strict=True)
         return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
 
-    def _tree(self, roots: Roots, state: Tensor, tier: Tier) -> Draft:
+    def _tree(self, roots: Roots, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
-        standing = roots.standing
+        state, standing = self.root_states(roots), roots.standing
         score, token, options = self.candidates(state, k, roots.noise(1, 1), standing)
         score, token = forced_first(roots, score, token, 0)
         standing = options and options.along(token)
@@ -161,34 +154,6 @@ class Growth(ABC):
             torch.cat(tokens, 1).gather(1, kept),
             _renumber(torch.cat(parents, 1), kept),
             every.gather(1, kept),
-        )
-
-    def _fixed(self, roots: Roots, state: Tensor, shape: Shape) -> Draft:
-        """The tree whose nodes are the best children of theirs, level by level."""
-        batch, out, token = roots.rows.shape[0], state[:, None], roots.tokens[:, None]
-        score = out.new_zeros(batch, 1, dtype=torch.float32)
-        scores, tokens, grown, standing = [], [], 1, roots.standing
-        for step, level in enumerate(shape.levels):
-            if step:
-                token, before = token[:, level.nodes], out[:, level.above]
-                score, mask = score[:, level.nodes], level.seen.expand(batch, -1, -1)
-                out = self.states_below(roots, Branches(token, before, step, mask, grown))
-                grown += len(level.nodes)
-                standing = standing and standing.among(batch, level.nodes)
-            noise = roots.noise(step + 1, out.shape[1])
-            added, choices, options = self.candidates(
-                out.flatten(0, 1), level.most, noise, standing
-            )
-            place = level.owner * level.most + level.rank
-            token = choices.view(batch, -1)[:, place]
-            score = score[:, level.owner] + added.view(batch, -1)[:, place]
-            standing = options and options.along(token, level.owner.expand_as(token))
-            scores.append(score)
-            tokens.append(token)
-        return Draft(
-            torch.cat(tokens, 1)[:, shape.order],
-            shape.parents.expand(batch, -1),
-            torch.cat(scores, 1)[:, shape.order],
         )
 
 
@@ -278,11 +243,10 @@ class TreeDrafter(Growth, Drafter):
         return self.root_state[roots.rows]
 
     def states_below(self, roots: Roots, at: Branches) -> Tensor:
-        token, before, step, mask, first = at
+        token, before, step, mask = at
         batch, k = token.shape
         prefix = roots.positions + (1 if mask is not None else step)
-        first = 1 + (step - 1) * k if first is None else first
-        each = torch.arange(k, device=token.device)
+        first, each = 1 + (step - 1) * k, torch.arange(k, device=token.device)
         slots = roots.positions[:, None] + first + each
         # Branches are of one depth.
         depths = step + (each if mask is None else torch.zeros_like(each))
@@ -308,74 +272,3 @@ def _renumber(parents: Tensor, kept: Tensor) -> Tensor:
     numbers = torch.arange(1, count + 1, device=kept.device).expand(batch, count)
     node.scatter_(1, kept + 1, numbers)
     return node.gather(1, parents.gather(1, kept) + 1)
-
-
-class Level(NamedTuple):
-    """The inner nodes of one depth, and their children; int64 unless said otherwise.
-
-    Attributes:
-        nodes ``(m,)``: which children of the level before they are.
-        above ``(m,)``: their parents among that level's inner nodes.
-        seen: bool ``(m, W)``: which of all inner nodes up to here, the root not counted, each one
-            sees: its ancestors and itself.
-        most: The most children that one of them has.
-        owner, rank ``(c,)``: of each child, its parent among ``nodes`` and its place there.
-    """
-
-    nodes: Tensor
-    above: Tensor
-    seen: Tensor
-    most: int
-    owner: Tensor
-    rank: Tensor
-
-
-class Shape(NamedTuple):
-    """A tree's levels from the root's on; in node order ``parents (M,)`` and, among the children
-    of all levels, each node's place ``order (M,)``: int64."""
-
-    levels: tuple[Level, ...]
-    parents: Tensor
-    order: Tensor
-
-
-@cache
-def shape_of(parents: tuple[int, ...], device: torch.device) -> Shape:
-    """The shape of a tree whose node n + 1 has the parent ``parents[n]``; 0 is the root.
-
-    Its tensors are made once: a recording cannot bring numbers from the host.
-    """
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents, 1):
-        children.setdefault(parent, []).append(node)
-    above = [0, *parents]
-    levels: list[Level] = []
-    listed: list[int] = []
-    # Places of the inner nodes that are an inner node's ancestors, and its own.
-    path: dict[int, list[int]] = {0: []}
-    inner, before, candidates = [0], [0], [0]
-    grown = 0
-    while inner:
-        if levels:
-            for place, node in enumerate(inner, grown):
-                path[node] = [*path[above[node]], place]
-            grown += len(inner)
-        seen = torch.zeros(len(inner), grown, dtype=torch.bool)
-        for row, node in enumerate(inner):
-            seen[row, path[node]] = True
-        born = [(row, rank, n) for row, x in enumerate(inner) for rank, n in enumerate(children[x])]
-        levels.append(
-            Level(
-                torch.tensor([candidates.index(node) for node in inner], device=device),
-                torch.tensor([before.index(above[node]) for node in inner], device=device),
-                seen.to(device),
-                1 + max(rank for _, rank, _ in born),
-                torch.tensor([row for row, _, _ in born], device=device),
-                torch.tensor([rank for _, rank, _ in born], device=device),
-            )
-        )
-        before, candidates = inner, [node for _, _, node in born]
-        listed += candidates
-        inner = [node for node in candidates if node in children]
-    order = torch.tensor(listed).argsort()
-    return Shape(tuple(levels), torch.tensor(parents, device=device), order.to(device))

@@ -72,7 +72,7 @@ class Budgets:
             request notices.
         fixed: One of the policy's tiers.
         guard: A drafter that is paused drafts nothing.
-        drafts: What the grammars tell drafts; None: nobody drafts.
+        drafts: What the grammars tell drafts.
         widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``).
         tpot_slo_ms: Target of the requests that have none.
     """
@@ -82,7 +82,7 @@ class Budgets:
         policy: LengthPolicy,
         fixed: Tier,
         guard: DrafterGuard,
-        drafts: GrammarDrafts | None,
+        drafts: GrammarDrafts,
         widens: bool,
         tpot_slo_ms: float | None,
     ) -> None:
@@ -102,7 +102,7 @@ class Budgets:
         tier = self._guard.allow(budget.tier)
         if tier != budget.tier:
             budget = Budget(tier)
-        if self._drafts is not None and self.widens:
+        if self.widens:
             budget = widened(budget, self._drafts.sizes(trees, tier))
         tier = budget.tier
         if tier.nodes == 1 or all(r.speculate for r in view.requests):
@@ -119,7 +119,7 @@ class Budgets:
 
     def note(self, request_ids: Sequence[int], trees: HostTrees) -> None:
         """Take in what the lane told of a step's trees: see :meth:`GrammarDrafts.note`."""
-        if self._drafts is not None and self.widens:
+        if self.widens:
             self._drafts.note(request_ids, trees)
 
     def observe(self, result: StepResult) -> None:
@@ -145,8 +145,7 @@ class Budgets:
     def end(self, sequences: Sequence[SequenceState]) -> None:
         """Take in requests that have ended: whether they kept their targets."""
         for sequence in sequences:
-            if self._drafts is not None:
-                self._drafts.leave(sequence.request.id)
+            self._drafts.leave(sequence.request.id)
             self._observed.add_request(sequence.stats.tpot_ms, self._target_ms(sequence))
 
     def snapshot(self) -> dict[str, Any]:

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.budgets import Budgets
 from overlap_spec.engine.core import EngineCore
-from overlap_spec.engine.cost_model import cost_model, tier_costs
-from overlap_spec.engine.grammar_drafts import GrammarDrafts, wide_tier
-from overlap_spec.errors import ConfigError
+from overlap_spec.engine.grammar_drafts import GrammarDrafts, matcher_pool
+from overlap_spec.engine.start_up import batches, preparation, warm_up, with_wide
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
-from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.isolation.limits import CompileLimits
-from overlap_spec.grammar.matching.pool import MatcherPool
-from overlap_spec.memory import MemoryCeiling, machine_bytes, rss_bytes
+from overlap_spec.memory import MemoryCeiling
 from overlap_spec.models.config import read_config
 from overlap_spec.scheduler.scheduler import Scheduler
-from overlap_spec.scheduler.sequence import Sequence
-from overlap_spec.speculation.policy import LengthPolicy, RequestView, StepView
 from overlap_spec.speculation.presets import nearest_tier, policy_of
-from overlap_spec.steps import RUN_TOKENS
-from overlap_spec.tiers import Tier
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.worker.build import Room, build_streams, build_worker
-from overlap_spec.worker.graphs import graph_size
 from overlap_spec.worker.site import overlap_mode
-from overlap_spec.worker.warm_up import prepare, prepare_next, warm_up
 
 # Prompt tokens of a step, if nobody says: running requests wait for them. A CPU computes longer
 # chunks no faster, token by token.
@@ -58,12 +49,16 @@ def build(config: EngineConfig) -> tuple[Tokenizer, EngineCore, GrammarCompiler,
     compiler.warm()
     try:
         core = _core(config, tokenizer)
-        # How much is left to grammars is known, now that the rest is there.
-        compiler.ceiling = _ceiling(config.memory_limit_bytes, core)
+        traits, pages = core.worker.traits, core.scheduler.allocator
+        # How much is left to grammars is known, now that the rest is there. Pages take their memory
+        # when they are first written.
+        untouched = traits.state_bytes + (pages.total - pages.touched) * traits.page_bytes
+        compiler.ceiling = MemoryCeiling.beside(
+            config.memory_limit_bytes, 0 if traits.on_gpu else untouched
+        )
     except BaseException:
         compiler.close()
         raise
-    traits = core.worker.traits
     compiler.makes_states = traits.reads_states or traits.guided
     return tokenizer, core, compiler, preparation(core)
 
@@ -89,88 +84,23 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
     fits = config.max_running_requests * wider <= traits.pages * config.page_size // 2
     widens = drafts and fits and (traits.on_gpu if config.tries is None else config.tries)
 
-    vocabulary, forced = tokenizer.vocabulary, None
-    if drafts:
-        weighed = traits.reads_states
-        forced = ForcedRuns(vocabulary, tokenizer.encode, RUN_TOKENS, weighed=weighed)
-    pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s, forced)
-    told = GrammarDrafts(worker, pool, vocabulary) if drafts else None
-
-    def assign(sequence: Sequence) -> None:
-        if told is not None:
-            told.enter(sequence)
-        worker.assign(sequence.row, sequence.request, sequence.output_ids)
-
+    pool = matcher_pool(config, lanes, tokenizer, traits.reads_states)
+    told = GrammarDrafts(worker, pool, tokenizer.vocabulary)
     scheduler = Scheduler(
         pages=traits.pages,
         page_size=config.page_size,
         max_rows=config.max_running_requests,
         chunk_tokens=chunk_tokens,
         reserve_tokens=wider if widens else reserve,
-        assign=assign,
+        assign=told.enter,
         reuse=config.prefix_cache,
         state_slots=traits.state_slots,
     )
     fixed = nearest_tier(config, tiers)
     budgets = Budgets(policy, fixed, worker.guard, told, widens, config.tpot_slo_ms)
     core = EngineCore(config, worker, scheduler, budgets, pool, timeline)
-    _warm_up(core, chunk_tokens, load_s)
+    warm_up(core, chunk_tokens, load_s)
     return core
-
-
-def _warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
-    """Compile, measure and record what the first steps want."""
-    config, worker, policy = core.config, core.worker, core.budgets.policy
-    tiers = policy.tiers
-    taken = with_wide(tiers) if core.budgets.widens else tiers
-    policy.tell_waits(worker.recordings.wait_ms)
-    # A wide tier's drafts are the grammar's too: its budget has no stop.
-    if worker.traits.stops_drafts and not core.budgets.widens:
-        policy.let_stop()
-    if worker.traits.compiles:
-        worker.buffers.reserve(taken)
-        worker.do(warm_up, batches(config, policy, taken), chunk_tokens)
-        worker.rest()
-    if policy.weighs_cost:
-        policy.calibrate(*cost_model(config, worker, nearest_tier(config, tiers), load_s))
-    worker.do(prepare, policy.choose(StepView((RequestView(0, 1),))).tier)
-
-
-def with_wide(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
-    """These tiers, and those with room for what the grammar tells that steps may take instead."""
-    own = tuple(tiers)
-    return own + tuple(wide_tier(tier) for tier in own if tier.steps and not tier.parents)
-
-
-def batches(config: EngineConfig, policy: LengthPolicy, tiers: Iterable[Tier]) -> dict[Tier, int]:
-    """The most trees of each tier that a step has, padding included."""
-    rows, fixed, found = config.max_running_requests, nearest_tier(config, policy.tiers), {}
-    for tier in tiers:
-        # Where the policy fails, all steps may take one of its tiers.
-        most = rows if tier.own == fixed else policy.largest_batch(tier.own) or rows
-        found[tier] = graph_size(min(most, rows))
-    return found
-
-
-def _ceiling(most_bytes: int | None, core: EngineCore) -> MemoryCeiling:
-    """The ceiling of this process, in which ``core`` has been loaded.
-
-    Raises:
-        ConfigError: the engine takes more than that by itself.
-    """
-    state, rest = core.snapshot(), rss_bytes()
-    if not core.worker.traits.on_gpu:
-        # Pages take their memory when they are first written.
-        rest += state["kv_bytes"] - state["kv_touched_bytes"] + state["state_bytes"]
-    if most_bytes is None:
-        # Most is left to the machine's other processes, compile workers among them.
-        most_bytes = rest + max(0, machine_bytes() - rest) // 4
-    elif most_bytes < rest:
-        raise ConfigError(
-            f"memory_limit_bytes is {most_bytes}, and the engine takes {rest} by itself, its whole "
-            "KV cache included: set more, or lower max_total_tokens"
-        )
-    return MemoryCeiling(most_bytes)
 
 
 def reserve_tokens(window_tokens: int) -> int:
@@ -180,25 +110,3 @@ def reserve_tokens(window_tokens: int) -> int:
     slot of the newest token.
     """
     return 2 * window_tokens + 1
-
-
-def preparation(core: EngineCore) -> Iterator[bool]:
-    """Records what tiers lack, lest their first step wait for that (0.1 s and more), and measures
-    them all before the first request: one thing at a time, while no request runs.
-
-    Yields:
-        Whether there was something to do.
-    """
-    worker, measures = core.worker, core.budgets.policy.weighs_cost
-    while True:
-        tiers = core.budgets.policy.tiers
-        made = worker.do(prepare_next, tiers)
-        worker.rest()
-        # To measure is to write to pages.
-        asked = not made.get() and measures and not core.scheduler.allocator.touched
-        if asked:
-            measures = False
-            found = tier_costs(core.config, worker, nearest_tier(core.config, tiers), tiers)
-            if found is not None:
-                core.budgets.policy.calibrate(*found)
-        yield asked or made.get()

@@ -56,7 +56,6 @@ class EngineCore:
         self._in_flight: InFlightStep | None = None
         self._before: InFlightStep | None = None
         self._runs: list[Run] = []
-        self._told: set[int] = set()
         # Output tokens of the requests that have ended.
         self._ended_tokens = 0
 
@@ -132,14 +131,11 @@ class EngineCore:
         ):
             self._drain()
         runs, self._runs = self._runs, []
-        ended = [s for s in self.scheduler.running if s.finish_reason is not None]
-        retired = self.scheduler.retire()
-        ended += [s for s in retired if s not in ended]
-        fresh = [s for s in ended if s.request.id not in self._told]
-        self._told.update(s.request.id for s in fresh)
-        self._told.difference_update(s.request.id for s in retired)
+        fresh = [s for s in self._open() if s.finish_reason is not None]
+        self.scheduler.retire()
         self.budgets.end(fresh)
         for sequence in fresh:
+            sequence.told = True
             self.grammar.drop(sequence.request.id)
             self.worker.host_drafts.forget(sequence.history)
             self._ended_tokens += len(sequence.output_ids)
@@ -180,7 +176,7 @@ class EngineCore:
     def _open(self) -> list[Sequence]:
         """Sequences whose end nobody has been told of."""
         members = [*self.scheduler.running, *self.scheduler.waiting]
-        return [s for s in members if s.request.id not in self._told]
+        return [s for s in members if not s.told]
 
     def _histories(self, plan: StepPlan) -> list[History]:
         """Known tokens of the decode rows, where the drafter works on the host."""

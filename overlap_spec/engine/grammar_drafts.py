@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from overlap_spec.config import EngineConfig
+from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.state_table import token_steps
 from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.grammar.vocabulary import Vocabulary
@@ -20,6 +22,7 @@ from overlap_spec.steps import (
     HostTrees,
 )
 from overlap_spec.tiers import Budget, Tier
+from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.worker.worker import Worker, tell_drafts
 
 # Depth and nodes of a tree, root included, where the grammar knows what can come.
@@ -49,17 +52,17 @@ class GrammarDrafts:
             worker.do(tell_drafts, {"texts": (0, steps)})
 
     def enter(self, sequence: SequenceState) -> None:
-        """Take a request's maps in before its first token; where there is no room it has none."""
-        if sequence.output_ids or sequence.matcher is None:
-            return
-        standing = self._pool.guesses(sequence.request.id).standing
-        for parts, known in zip(self._parts, sequence.maps, strict=True):
+        """A request has got its row: take its maps in before its first token, if there is room, and
+        tell the worker."""
+        fresh = not sequence.output_ids and sequence.matcher is not None
+        for parts, known in zip(self._parts, sequence.maps if fresh else (None, None), strict=True):
             part = None if known is None else parts.enter(sequence.request.id, known)
             if known is not None and part is not None:
                 base, new = part
                 if new:
                     self._worker.do(tell_drafts, known.parts(base))
-                standing.enter(known, base)
+                self._pool.guesses(sequence.request.id).standing.enter(known, base)
+        self._worker.assign(sequence.row, sequence.request, sequence.output_ids)
 
     def leave(self, request_id: int) -> None:
         """A request has ended; steps under way may still read its maps."""
@@ -86,6 +89,20 @@ class GrammarDrafts:
                 left = self._pool.guesses(request.id).standing.left
                 sizes[index] = max(1 + run if run > tier.own.steps else 0, 1 + left)
         return sizes
+
+
+def matcher_pool(
+    config: EngineConfig, lanes: int, tokenizer: Tokenizer, weighed: bool
+) -> MatcherPool:
+    """What runs matchers in so many threads, and tells drafts, if there are any, what is forced.
+
+    Args:
+        weighed: Whether the drafter keeps to what is forced by itself.
+    """
+    forced, vocabulary = None, tokenizer.vocabulary
+    if config.drafter != "none":
+        forced = ForcedRuns(vocabulary, tokenizer.encode, RUN_TOKENS, weighed=weighed)
+    return MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s, forced)
 
 
 class Parts:
@@ -138,19 +155,18 @@ def wide_tier(base: Tier) -> Tier:
     """``base`` with room for the grammar's own trees, and for runs longer than its drafts."""
     tail = max(0, WIDE_STEPS - base.steps)
     nodes = max(WIDE_NODES, base.nodes + tail)
-    return Tier(base.steps + tail, max(2, base.top_k), nodes, None, base)
+    return Tier(base.steps + tail, max(2, base.top_k), nodes, base)
 
 
 def widened(budget: Budget, told: Sequence[int]) -> Budget:
-    """A budget with room for what the grammar tells of each request.
-
-    A tree of a fixed shape, and a tier that drafts nothing, stay as they are.
+    """A budget with room for what the grammar tells of each request; one that drafts nothing stays
+    as it is.
 
     Args:
         told: Nodes that each request's own tree may take, root included; 0: it has none.
     """
     tier = budget.tier
-    if not any(told) or tier.parents is not None or tier.steps == 0:
+    if not any(told) or tier.steps == 0:
         return budget
     wide = wide_tier(tier)
     before = budget.most or (tier.nodes,) * len(told)

@@ -29,7 +29,8 @@ class PageAllocator:
 
     Attributes:
         total: Pages that can be handed out.
-        touched: Pages that ever were.
+        longest: Tokens of the longest sequence that can run at all.
+        touched: Pages that ever were handed out.
         size: Slots of a page, in tokens.
         granted: Pages of rows that no plan has told the worker of yet: as in
             :class:`overlap_spec.steps.StepPlan`.
@@ -41,6 +42,7 @@ class PageAllocator:
     ) -> None:
         self.total, self.touched, self.size = pages - 1, 0, tree.page_size
         self.tree, self._reserve_tokens, self._reuse = tree, reserve_tokens, reuse
+        self.longest = self.total * self.size - reserve_tokens
         self.granted: list[Grant] = []
         self.untrusted: list[int] = []
         self._freed: list[int] = []
@@ -48,19 +50,15 @@ class PageAllocator:
 
     @property
     def free_count(self) -> int:
-        return self._unused + self.tree.idle_pages
+        return self.total - self.in_use
 
     @property
     def in_use(self) -> int:
         return len(self._used) - self.tree.idle_pages
 
-    @property
-    def _unused(self) -> int:
-        return len(self._freed) + self.total - self.touched
-
     def take(self, count: int) -> tuple[int, ...]:
         """``count`` pages; the caller has checked that so many are free."""
-        self.free(self.tree.evict(count - self._unused))
+        self.free(self.tree.evict(count - (self.total - len(self._used))))
         again = min(count, len(self._freed))
         fresh = range(self.touched + 1, self.touched + 1 + count - again)
         self.touched += len(fresh)
@@ -68,16 +66,13 @@ class PageAllocator:
         self._used.update(pages)
         return pages
 
-    def free(self, pages: Iterable[int]) -> None:
+    def free(self, pages: Iterable[int], untrusted: bool = False) -> None:
         """Free ``pages``; KeyError if one is not in use."""
         for page in pages:
             self._used.remove(page)
             self._freed.append(page)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that can run at all."""
-        return self.total * self.size - self._reserve_tokens
+            if untrusted:
+                self.untrusted.append(page)
 
     def needed(self, tokens: int) -> int:
         """Pages of a sequence with so many keys."""
@@ -91,21 +86,16 @@ class PageAllocator:
 
     def known(self, sequence: Sequence) -> list[Node]:
         """Pages with the first tokens of a sequence that has not begun, behind which it can."""
-        return self.tree.start(self._alike(sequence))
-
-    def _alike(self, sequence: Sequence) -> list[Node]:
-        """Pages with the first tokens of a sequence that has not begun."""
         if not self._reuse or sequence.planned_tokens or sequence.pages:
             return []
         tokens = sequence.tokens(0, sequence.reusable_tokens)
-        return self.tree.find(tokens, sequence.request.page_salt)
+        alike = self.tree.find(tokens, sequence.request.page_salt)
+        sequence.branch_tokens = len(alike) * self.size
+        return self.tree.start(alike)
 
     def begin(self, sequence: Sequence) -> None:
         """Before its first chunk: let a sequence start after pages that hold its first tokens."""
-        alike = self._alike(sequence)
-        if alike:
-            sequence.branch_tokens = len(alike) * self.size
-        path = self.tree.start(alike)
+        path = self.known(sequence)
         if path:
             if self.tree.has_states:
                 sequence.start = path[-1]
@@ -146,12 +136,6 @@ class PageAllocator:
         node.starting -= 1
         return node.state
 
-    def merge(self, sequences: Iterable[Sequence]) -> None:
-        """Free the tree's pages of tokens that a sequence has computed again, where it alone holds
-        them: its own take their place."""
-        for sequence in sequences:
-            self.free(self.tree.merge(sequence.path, sequence.pages))
-
     def take_back(self, sequence: Sequence) -> None:
         """Take all pages from a sequence that leaves its row."""
         self.granted = [grant for grant in self.granted if grant[0] != sequence.row]
@@ -159,23 +143,15 @@ class PageAllocator:
         if sequence.error is None and not sequence.untrusted:
             self.offer(sequence, sequence.committed_tokens)
         shared = {node.page for node in sequence.path}
-        own = [page for page in sequence.pages if page not in shared]
-        if sequence.untrusted:
-            self._free_untrusted(own)
-        else:
-            self.free(own)
-        self._free_untrusted(self.tree.release(sequence.path))
+        self.free((page for page in sequence.pages if page not in shared), sequence.untrusted)
+        self.free(self.tree.release(sequence.path), untrusted=True)
         sequence.pages, sequence.path = [], []
 
     def distrust(self, sequence: Sequence) -> None:
         """Allow no reuse of what the sequence's pages hold: it may be no numbers. Others that hold
         some of them read on; all are cleared when nobody does."""
         sequence.untrusted = True
-        self._free_untrusted(self.tree.detach(sequence.path))
-
-    def _free_untrusted(self, pages: list[int]) -> None:
-        self.free(pages)
-        self.untrusted += pages
+        self.free(self.tree.detach(sequence.path), untrusted=True)
 
     def flush(self) -> int:
         """Forget the pages that no sequence holds; how many there were."""

@@ -235,7 +235,9 @@ class Scheduler:
         if missing <= 0:
             return True
         if missing > self.allocator.free_count:
-            self.allocator.merge(self.running)
+            # Of tokens that a sequence has computed again, its own pages take the tree's place.
+            for each in self.running:
+                self.allocator.free(self.allocator.tree.merge(each.path, each.pages))
         while missing > self.allocator.free_count:
             if self._committed < self._steps:
                 return False

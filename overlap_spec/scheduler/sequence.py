@@ -33,8 +33,8 @@ class Sequence:
     output can be. ``guide``: what drafters on the host read of it. ``extras``: the
     optional parts that it asks for, by name; `overlap_spec/worker/extras/base.py` has their
     contract.
-    ``untrusted``: its pages may hold what is no number. ``warnings``: what is not kept of what was
-    asked for.
+    ``untrusted``: its pages may hold what is no number. ``told``: its caller knows of its end.
+    ``warnings``: what is not kept of what was asked for.
     """
 
     request: Request
@@ -61,6 +61,7 @@ class Sequence:
     guide: Guide | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     untrusted: bool = False
+    told: bool = False
     warnings: tuple[str, ...] = ()
     last_token_ns: int = 0
 

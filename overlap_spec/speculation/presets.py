@@ -15,7 +15,6 @@ from overlap_spec.config import EngineConfig, own_class
 from overlap_spec.errors import ConfigError
 from overlap_spec.speculation.policy import LengthPolicy, StaticPolicy, static_tier
 from overlap_spec.speculation.tiers import EmaSlot, SlotPolicy, SlotSettings
-from overlap_spec.speculation.tree_file import read_tree
 from overlap_spec.tiers import OFF, Tier
 
 PRESETS: dict[str, dict[int, SlotSettings]] = {
@@ -173,8 +172,6 @@ def policy_of(config: EngineConfig) -> LengthPolicy:
     """The settings' policy."""
     if config.drafter == "none":
         return StaticPolicy(OFF)
-    if config.tree is not None:
-        return StaticPolicy(read_tree(Path(config.tree)))
     steps, top_k = config.num_steps, config.eagle_topk
     # What a drafter of one's own can draft, only its launch tier tells.
     trees = ":" not in config.drafter

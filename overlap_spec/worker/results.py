@@ -57,8 +57,8 @@ class ResultReader:
             run, left = known[row] if drafted else ((), -1)
             if tier.base is not None and 0 <= left < tier.nodes:
                 grafts, grafted = drafted, accepted
-            elif run and tier.parents is None:
-                # Grafts come first: their scores are best. A tree of a fixed shape has none.
+            elif run:
+                # Grafts come first: their scores are best.
                 grafts = min(len(run), drafted, tier.steps)
                 most = min(grafts, accepted)
                 while grafted < most and run[grafted] == tokens[grafted]:

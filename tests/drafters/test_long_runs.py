@@ -145,7 +145,7 @@ def paths(draft: Draft, row: int) -> list[tuple[int, ...]]:
 
 def test_the_rest_of_a_run_follows_what_is_drafted_of_it() -> None:
     base = Tier(3, 1, 4)
-    tier = Tier(6, 2, 9, None, base)
+    tier = Tier(6, 2, 9, base)
     runs = [[1, 2, 3, 4, 5], [1, 2, 3], [1, 2, 9, 8], [7], [], [1, 2, 3, 4, 5, 6, 7, 8]]
     tokens, scores = torch.tensor([[1, 2, 3]] * 6), torch.tensor([[0.0, 0.0, -0.5]] * 6)
     draft = lengthen(Draft(tokens, None, scores), roots_of(runs), tier)
@@ -165,7 +165,7 @@ def test_the_rest_of_a_run_follows_what_is_drafted_of_it() -> None:
 
 def test_the_rest_of_a_run_in_a_tree_with_dead_nodes() -> None:
     base = Tier(2, 2, 6)
-    tier = Tier(5, 2, 9, None, base)
+    tier = Tier(5, 2, 9, base)
     # A dead node is no part of the run, whatever its token.
     tokens, parents = torch.tensor([[1, 4, 2, 3, 2]] * 2), torch.tensor([[0, 0, 1, 1, 2]] * 2)
     scores = torch.tensor([[0.0, -1.0, 0.0, -1.0, -2.0], [0.0, -1.0, -np.inf, -1.0, -2.0]])

@@ -21,8 +21,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 4},
     "tree": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
     "ragged": {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 12},
-    # From a file; drafters on the host have none.
-    "fixed": {},
 }
 # How the requests come, and how grammar work overlaps.
 WAYS = [("mixed", "none"), ("mixed", "once-sync"), ("alone", "none"), ("alone", "once-sync")]
@@ -50,7 +48,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
     dflash.write(folder / "dflash", dflash.LAYOUTS["z-lab, sliding windows"])
     kept = [n for n in range(260) if n < 128 or n % 2 == 0]
     renumber(tiny["model"], folder / "other", kept[::-1], "unknown ")
-    (folder / "tree.json").write_text("[0, 0, 0, 1, 1, 4, 2, 6, 6, 8]")
     return {
         "eagle": str(folder / "eagle"),
         "eagle3": tiny["draft"],
@@ -69,7 +66,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
         "slots": tiny["draft"],
         "slots,suffix": tiny["draft"],
         "suffix,eagle3": tiny["draft"],
-        "tree": str(folder / "tree.json"),
     }
 
 
@@ -116,10 +112,9 @@ def cases() -> list[Any]:
     """Of each drafter one shape in one way every day, the others with the ci tests."""
     found = []
     for number, kind in enumerate(KINDS):
-        shapes = [shape for shape in SHAPES if kind not in ON_HOST or shape != "fixed"]
-        for place, shape in enumerate(shapes):
+        for place, shape in enumerate(SHAPES):
             for way, ways in enumerate(WAYS):
-                is_its = place == number % len(shapes) and way == (number + place) % len(WAYS)
+                is_its = place == number % len(SHAPES) and way == (number + place) % len(WAYS)
                 marks = [] if is_its else [pytest.mark.ci]
                 found.append(pytest.param(kind, shape, *ways, marks=marks))
     return found
@@ -127,7 +122,7 @@ def cases() -> list[Any]:
 
 def test_no_drafter_is_left_out(folders: dict[str, str]) -> None:
     assert {name for kind in KINDS for name in kind.split()[0].split(",")} == set(drafter_names())
-    assert set(folders) == {*KINDS, "tree"}
+    assert set(folders) == {*KINDS}
 
 
 @pytest.mark.parametrize(("kind", "shape", "company", "overlap"), cases())
@@ -143,8 +138,6 @@ def test_drafts_change_nothing(
 ) -> None:
     """Text, end and log-probabilities of nine requests are plain decoding's."""
     settings = {**settings_of(tiny, folders, kind), **SHAPES[shape], "overlap": overlap}
-    if shape == "fixed":
-        settings["tree"] = folders["tree"]
     with Engine(**settings, adaptive="static", context_length=256) as engine:
         if shape == "ragged":
             share_nodes(monkeypatch, engine, lambda batch, _: 5 * batch)

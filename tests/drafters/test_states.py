@@ -330,7 +330,6 @@ def test_branches_go_on_behind_their_tokens() -> None:
     children = options.along(torch.tensor([[1, 2, 8], [1, 2, 8]]))
     # Behind a token that was not looked at nothing is known.
     assert children.states.tolist() == [here[0], STATE_WIDTH, LOST, STATE_WIDTH, here[1], LOST]
-    assert children.among(2, torch.tensor([1])).states.tolist() == [STATE_WIDTH, here[1]]
     branch = torch.tensor([[1, 0, 1]])
     further = options.along(torch.tensor([[1, 1, 2]]), branch)
     assert further.states.tolist() == [STATE_WIDTH, here[0], here[1]]

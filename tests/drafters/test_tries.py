@@ -249,7 +249,7 @@ def test_widened_budgets() -> None:
     assert (wide.steps, wide.nodes, wide.own) == (WIDE_STEPS, WIDE_NODES, chain)
     assert wide.top_k > 1
     assert wide.window_tokens == WIDE_NODES
-    for same in (Budget(Tier(0, 1, 1)), Budget(Tier(2, 2, 3, (0, 0))), Budget(chain)):
+    for same in (Budget(Tier(0, 1, 1)), Budget(chain)):
         rooms = [0, 0] if same.tier == chain else [9, 0]
         assert widened(same, rooms) is same
     found = widened(Budget(chain), [9, 0, 3, 99])
@@ -277,7 +277,7 @@ def device_trie(trie: TokenTrie, base: int) -> GrammarDrafts:
 def test_the_rest_of_a_trie_is_the_draft(seed: int) -> None:
     """Every path of the draft is how a text goes on, and all texts that fit are there."""
     cuts, trie = random_trie(seed)
-    tier = Tier(3, 2, 12, None, Tier(2, 1, 3))
+    tier = Tier(3, 2, 12, Tier(2, 1, 3))
     drafts = device_trie(trie, 30)
     # Of rows 0 to 2 the first has no place, the others two random ones.
     rng = np.random.default_rng(seed)

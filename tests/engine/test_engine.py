@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from overlap_spec import Engine, Generator, Grammar, SamplingParams
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.cost_model import profile
+from overlap_spec.engine.profile import profile
 from overlap_spec.errors import (
     CheckpointError,
     ConfigError,
@@ -417,12 +417,9 @@ def test_a_profile_is_used_where_there_is_one(
 
 
 @pytest.mark.ci
-def test_recorded_tiers_are_measured_before_the_first_request(
-    tiny: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_tiers_are_measured_before_the_first_request(tiny: dict[str, str]) -> None:
     """The fit at the start knows the launch tier alone, this one the trees as well; what requests
     computed is not written over."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with Engine(**tiny, adaptive="auto", max_running_requests=4) as engine:
         nodes = 4 * max(tier.nodes for tier in engine.core.budgets.policy.tiers)
         cost = engine.snapshot()["speculation"]["cost"]

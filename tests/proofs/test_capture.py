@@ -3,7 +3,6 @@ nothing is copied from or to it, no memory is pinned, nothing waits. And each of
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -39,7 +38,6 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
     "eagle3, chain": ("eagle3", CHAIN),
     "eagle3, tree": ("eagle3", TREE),
-    "eagle3, tree of a fixed shape": ("eagle3", {"tree": "tree"}),
     "eagle3, several lengths": ("eagle3", {"adaptive": "default"}),
     "eagle3, tries": ("eagle3", {**TREE, "tries": True}),
     "eagle3, thresholds": ("eagle3", {**TREE, "threshold_acc": 0.5}),
@@ -85,14 +83,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
     checkpoints.write_target(folder / "small", seed=5, hidden_size=16, num_hidden_layers=2)
     kept = [n for n in range(260) if n < 128 or n % 2 == 0]
     renumber(tiny["model"], folder / "other", kept[::-1], "unknown ")
-    (folder / "tree.json").write_text(json.dumps([0, 0, 0, 1, 1, 4, 2, 6, 6, 8]))
     found = {
         "eagle": folder / "eagle",
         "eagle3 of three layers": folder / "layers",
         "draft_model": folder / "small",
         "draft_model of another vocabulary": folder / "other",
         "mtp": write_module(folder / "mtp"),
-        "tree": folder / "tree.json",
     }
     return {name: str(path) for name, path in found.items()}
 
@@ -100,7 +96,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny: dict[str, Any]) -> d
 def tiers_of(engine: Engine) -> tuple[Tier, ...]:
     """All that a plan may have."""
     own = engine.core.budgets.policy.tiers
-    wide = [wide_tier(tier) for tier in own if tier.steps and not tier.parents]
+    wide = [wide_tier(tier) for tier in own if tier.steps]
     return (*own, *wide) if engine.core.budgets.widens else own
 
 
@@ -143,8 +139,6 @@ def test_every_recorded_pass_can_be_captured(
     settings = {**settings, "algorithm": kind.split()[0]}
     if kind in folders:
         settings["draft"] = folders[kind]
-    if "tree" in settings:
-        settings["tree"] = folders["tree"]
     with engine_of(tiny, monkeypatch, **settings) as engine:
         tiers, drafter = tiers_of(engine), engine.core.worker.runner.drafter
         assert len(tiers) > len(engine.core.budgets.policy.tiers) or not settings.get("tries")

@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from bench.device_model import TOLD_KERNELS, WIDE_KERNELS
 from overlap_spec.engine import Engine
-from overlap_spec.engine.build import batches, with_wide
 from overlap_spec.engine.grammar_drafts import wide_tier
+from overlap_spec.engine.start_up import batches, with_wide
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import Tree
 from overlap_spec.kernels.triton.launch import Launch

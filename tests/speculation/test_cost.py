@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overlap_spec.engine.cost_model import fit_times, startup_fit, tier_points
+from overlap_spec.engine.start_up import fit_times, startup_fit, tier_points
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,

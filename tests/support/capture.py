@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from overlap_spec.drafters.tree_drafter import shape_of
 from overlap_spec.engine import Engine
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.kernels.triton.launch import Launch, recorded
@@ -254,7 +253,6 @@ def as_on_a_gpu(worker: Worker) -> Iterator[tuple[Capture, CudaGraphs, list[Laun
             yield capture, CudaGraphs(worker.recordings.drafts, worker.guard), launches
         finally:
             exchange.undo()
-            shape_of.cache_clear()
 
 
 @contextmanager

@@ -1,14 +1,15 @@
-"""What a step costs on this machine: the user's profile, or a quick fit at start-up."""
+"""What an engine does before its first request: compiles, records, and measures what steps cost."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.engine.core import EngineCore
+from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
@@ -20,14 +21,15 @@ from overlap_spec.speculation.cost import (
     VerifyTime,
     fit,
     load_profile,
-    save_profile,
 )
-from overlap_spec.speculation.presets import load_policy
+from overlap_spec.speculation.policy import LengthPolicy, RequestView, StepView
+from overlap_spec.speculation.presets import nearest_tier
 from overlap_spec.tiers import Tier
-from overlap_spec.timeline import Timeline
-from overlap_spec.worker.build import Room, build_streams, build_worker
+from overlap_spec.worker.graphs import graph_size
 from overlap_spec.worker.pass_times import PassTimes, Point, measure
 from overlap_spec.worker.site import machine_key
+from overlap_spec.worker.warm_up import prepare, prepare_next
+from overlap_spec.worker.warm_up import warm_up as run_once
 from overlap_spec.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -40,9 +42,62 @@ STARTUP_SHARE, STARTUP_LEAST_S, STARTUP_MOST_S = 0.2, 0.1, 2.0
 ENOUGH_POINTS = 4
 # Batches that all tiers are measured at when they have been recorded, and seconds for it.
 TIER_BATCHES, TIER_S = (1, 4, 8), 2.0
-# What a profile measures; as far as the engine's limits go.
-PROFILE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-PROFILE_CONTEXTS = (0, 1024, 4096)
+
+
+def warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
+    """Compile, measure and record what the first steps want."""
+    config, worker, policy = core.config, core.worker, core.budgets.policy
+    tiers = policy.tiers
+    taken = with_wide(tiers) if core.budgets.widens else tiers
+    policy.tell_waits(worker.recordings.wait_ms)
+    # A wide tier's drafts are the grammar's too: its budget has no stop.
+    if worker.traits.stops_drafts and not core.budgets.widens:
+        policy.let_stop()
+    if worker.traits.compiles:
+        worker.buffers.reserve(taken)
+        worker.do(run_once, batches(config, policy, taken), chunk_tokens)
+        worker.rest()
+    if policy.weighs_cost:
+        policy.calibrate(*cost_model(config, worker, nearest_tier(config, tiers), load_s))
+    worker.do(prepare, policy.choose(StepView((RequestView(0, 1),))).tier)
+
+
+def with_wide(tiers: Iterable[Tier]) -> tuple[Tier, ...]:
+    """These tiers, and those with room for what the grammar tells that steps may take instead."""
+    own = tuple(tiers)
+    return own + tuple(wide_tier(tier) for tier in own if tier.steps)
+
+
+def batches(config: EngineConfig, policy: LengthPolicy, tiers: Iterable[Tier]) -> dict[Tier, int]:
+    """The most trees of each tier that a step has, padding included."""
+    rows, fixed, found = config.max_running_requests, nearest_tier(config, policy.tiers), {}
+    for tier in tiers:
+        # Where the policy fails, all steps may take one of its tiers.
+        most = rows if tier.own == fixed else policy.largest_batch(tier.own) or rows
+        found[tier] = graph_size(min(most, rows))
+    return found
+
+
+def preparation(core: EngineCore) -> Iterator[bool]:
+    """Records what tiers lack, lest their first step wait for that (0.1 s and more), and measures
+    them all before the first request: one thing at a time, while no request runs.
+
+    Yields:
+        Whether there was something to do.
+    """
+    worker, measures = core.worker, core.budgets.policy.weighs_cost
+    while True:
+        tiers = core.budgets.policy.tiers
+        made = worker.do(prepare_next, tiers)
+        worker.rest()
+        # To measure is to write to pages.
+        asked = not made.get() and measures and not core.scheduler.allocator.touched
+        if asked:
+            measures = False
+            found = tier_costs(core.config, worker, nearest_tier(core.config, tiers), tiers)
+            if found is not None:
+                core.budgets.policy.calibrate(*found)
+        yield asked or made.get()
 
 
 def cost_model(
@@ -131,51 +186,6 @@ def _least(times: Sequence[PassTimes]) -> list[PassTimes]:
             point, min(draft_ms, before.draft_ms), min(verify_ms, before.verify_ms)
         )
     return list(found.values())
-
-
-def profile_points(tiers: Sequence[Tier], rows: int, longest: int) -> Iterator[Point]:
-    """Batch × context × nodes, as far as an engine of ``rows`` requests goes."""
-    for context in PROFILE_CONTEXTS:
-        if context and context + 64 > longest:
-            return
-        for tier in tiers:
-            for batch in PROFILE_BATCHES:
-                # Away from an empty context, few are enough for a slope.
-                if batch <= rows and (not context or batch in (1, 8, 32)):
-                    yield Point(tier, batch, context)
-
-
-def profile(
-    config: EngineConfig, progress: Callable[[tuple[int, int]], object]
-) -> tuple[CostModel, Path]:
-    """Measure this machine at every tier, batch and context, and save the fit.
-
-    Args:
-        progress: Told (points measured, points in all).
-
-    Returns:
-        The cost model, and the file that later engines of these settings find it in.
-
-    Raises:
-        ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
-        OSError: the file cannot be written.
-    """
-    record = Timeline().record
-    tiers = load_policy("auto", config.num_steps, config.eagle_topk, config.num_draft_tokens).tiers
-    reserve = 2 * max(tier.window_tokens for tier in tiers) + 1
-    rows = config.max_running_requests
-    room = Room(reserve, rows * max(tier.nodes for tier in tiers))
-    worker = build_worker(config, room, build_streams(config, record), record)
-    try:
-        points = list(profile_points(tiers, rows, worker.traits.context_length))
-        times: list[PassTimes] = []
-        for number, point in enumerate(points, 1):
-            times += measure(worker, [point], math.inf)
-            progress((number, len(points)))
-    finally:
-        worker.close()
-    model = fit_times(times, "profile")
-    return model, save_profile(machine_key(config), model)
 
 
 def fit_times(times: Sequence[PassTimes], source: str) -> CostModel:
