@@ -44,7 +44,12 @@ from overlap_spec.kernels.sampling import (
     sampled_probs,
     top_candidates,
 )
-from overlap_spec.kernels.states import after_tokens
+from overlap_spec.kernels.states import (
+    GrammarStanding,
+    StateTables,
+    after_tokens,
+    legal_candidates,
+)
 from overlap_spec.kernels.tree import (
     Accepted,
     Grown,
@@ -60,11 +65,13 @@ from overlap_spec.kernels.tree import (
 
 __all__ = [
     "Accepted",
+    "GrammarStanding",
     "Grown",
     "KeySpan",
     "Noise",
     "Scoring",
     "Selected",
+    "StateTables",
     "Tokens",
     "Tree",
     "Writes",
@@ -85,6 +92,7 @@ __all__ = [
     "gelu_and_mul",
     "grow",
     "inputs_after",
+    "legal_candidates",
     "log_probs_among",
     "masked_choose",
     "mix_experts",

@@ -36,7 +36,7 @@ INTEL = ("-mno-avx512bf16",)
 HEADERS = ("include", "include/torch/csrc/api/include")
 BUILD_S = 300
 # Of the first tensor that an operation gets; of other types the references compute.
-DTYPES = (torch.float32, torch.bfloat16, torch.int32)
+DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.int64)
 
 
 def multiplies() -> bool:

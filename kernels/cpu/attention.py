@@ -26,6 +26,11 @@ def rotate_and_store(
     return q
 
 
+def page_slots(pages: Tensor, logical: Tensor, page_size: int) -> Tensor:
+    slots: Tensor = ops.page_slots(pages, logical, page_size)
+    return slots
+
+
 def tree_attention(
     q: Tensor,
     k_cache: Tensor,

@@ -30,6 +30,10 @@ TORCH_LIBRARY(overlap_spec, m) {
         "Tensor repetition, Tensor presence, Tensor frequency) -> ()");
   m.def("apply_bitmask(Tensor(a!) logits, Tensor rows, Tensor? places) -> ()");
   m.def("after_tokens(Tensor moves, Tensor states, Tensor texts, Tensor tokens) -> Tensor");
+  m.def("legal_candidates(Tensor logits, int k, Tensor states, Tensor moves, Tensor texts, "
+        "Tensor few, Tensor? offsets, Tensor? draft_ids, Tensor? temperature, Tensor? keys, "
+        "Tensor? scores, Tensor? ids) -> (Tensor, Tensor)");
+  m.def("page_slots(Tensor pages, Tensor logical, int page_size) -> Tensor");
   m.def("lanes() -> int", [] { return lanes::LANES; });
   m.def("pack(Tensor weight) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
@@ -52,6 +56,8 @@ TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
   m.impl("apply_penalties", &choice::apply_penalties);
   m.impl("apply_bitmask", &choice::apply_bitmask);
   m.impl("after_tokens", &drafts::after_tokens);
+  m.impl("legal_candidates", &drafts::legal_candidates);
+  m.impl("page_slots", &layers::page_slots);
   m.impl("pack", &products::pack);
   m.impl("product", &products::product);
   m.impl("int8_product", &products::int8_product);

@@ -205,6 +205,22 @@ Tensor rotate_and_store(const Tensor& given, const Tensor& turns, Tensor k_cache
   return q;
 }
 
+Tensor page_slots(const Tensor& pages, const Tensor& logical, int64_t page_size) {
+  TORCH_CHECK(pages.scalar_type() == at::kLong && logical.scalar_type() == at::kLong,
+              "pages and logical: int64");
+  int64_t rows = logical.size(0), width = logical.size(1);
+  auto own = pages.strides(), theirs = logical.strides();
+  Tensor out = at::empty({rows, width}, logical.options());
+  int64_t* slots = into<int64_t>(out);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < width; ++i) {
+      int64_t slot = data<int64_t>(logical)[r * theirs[0] + i * theirs[1]], page = slot / page_size;
+      TORCH_CHECK(slot >= 0 && page < pages.size(1), "logical: outside of the pages");
+      *slots++ = data<int64_t>(pages)[r * own[0] + page * own[1]] * page_size + slot % page_size;
+    }
+  return out;
+}
+
 // Which keys the queries of a request may see: see KeySpan.
 struct Sight {
   const int64_t* positions;

@@ -14,8 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.states import GrammarStanding
-from overlap_spec.kernels import Noise, noise_keys
+from overlap_spec.kernels import GrammarStanding, Noise, noise_keys
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Attend, Decoder, Heads
 from overlap_spec.steps import History, Int64s

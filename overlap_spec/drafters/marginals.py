@@ -10,9 +10,14 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.head_drafter import FusingDrafter
-from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
 from overlap_spec.drafters.tree_drafter import Branches, Growth
-from overlap_spec.kernels import Noise, noise_keys, top_candidates
+from overlap_spec.kernels import (
+    GrammarStanding,
+    Noise,
+    legal_candidates,
+    noise_keys,
+    top_candidates,
+)
 from overlap_spec.steps import FEW_TOKENS
 from overlap_spec.tiers import Tier
 
@@ -75,10 +80,10 @@ class Marginals(Growth):
         k: int,
         noise: Noise | None = None,
         standing: GrammarStanding | None = None,
-    ) -> tuple[Tensor, Tensor, Options | None]:
+    ) -> tuple[Tensor, Tensor]:
         rows = states.flatten()
         score, token = (each[rows] for each in self.best)
         if standing is None:
-            return score[:, :k].contiguous(), token[:, :k].contiguous(), None
+            return score[:, :k].contiguous(), token[:, :k].contiguous()
         logits, known = self.logits[rows], (score, token)
         return legal_candidates(logits, k, standing, self.offsets, self.draft_ids, noise, known)

@@ -10,8 +10,14 @@ from torch import Tensor
 
 from overlap_spec.drafters.base import Committed, Draft, DraftCache, Drafter, Roots
 from overlap_spec.drafters.grafts import forced_first
-from overlap_spec.drafters.states import GrammarStanding, Options, legal_candidates
-from overlap_spec.kernels import Noise, grow, rerank, top_candidates
+from overlap_spec.kernels import (
+    GrammarStanding,
+    Noise,
+    grow,
+    legal_candidates,
+    rerank,
+    top_candidates,
+)
 from overlap_spec.models.decoder import Attend
 from overlap_spec.tiers import Tier
 
@@ -19,14 +25,14 @@ from overlap_spec.tiers import Tier
 class ChainLink(NamedTuple):
     """One more draft of each chain: ``token`` int64 and ``score``, its log-probability, ``(B, 1)``.
 
-    ``state (B, 1, H)``: the one from which it was drafted. ``options``: what the grammars allow
-    beside it, None where none was asked.
+    ``state (B, 1, H)``: the one from which it was drafted. ``standing``: where the grammars stand
+    behind it, None where none was asked.
     """
 
     token: Tensor
     score: Tensor
     state: Tensor
-    options: Options | None
+    standing: GrammarStanding | None
 
 
 class Branches(NamedTuple):
@@ -66,14 +72,13 @@ class Growth(ABC):
         k: int,
         noise: Noise | None = None,
         standing: GrammarStanding | None = None,
-    ) -> tuple[Tensor, Tensor, Options | None]:
+    ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target ids of the k best next tokens, descending:
-        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them; and,
-        of ``standing``, what the grammars allow.
+        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them.
 
         Args:
             standing: Where the ``T`` rows stand: the candidates are those of
-                :func:`overlap_spec.drafters.states.legal_candidates`.
+                :func:`overlap_spec.kernels.legal_candidates`.
         """
 
     def trees(self, roots: Roots, tier: Tier) -> Draft:
@@ -106,15 +111,14 @@ class Growth(ABC):
         self, roots: Roots, state: Tensor, standing: GrammarStanding | None, step: int
     ) -> ChainLink:
         noise = roots.noise(step + 1, 1)
-        score, token, options = self.candidates(state.flatten(0, 1), 1, noise, standing)
+        score, token = self.candidates(state.flatten(0, 1), 1, noise, standing)
         score, token = forced_first(roots, score, token, step)
-        return ChainLink(token, score, state, options)
+        return ChainLink(token, score, state, standing and standing.behind(token))
 
     def _chain(self, roots: Roots, tier: Tier) -> Draft:
         links = [self.first_link(roots)]
         for step in range(1, tier.nodes - 1):
-            token, _, state, options = links[-1]
-            standing = options and options.along(token)
+            token, _, state, standing = links[-1]
             links.append(self.next_link(roots, token, state, standing, step))
         tokens, scores, _, _ = zip(*links, strict=True)
         return Draft(torch.cat(tokens, 1), None, torch.cat(scores, 1).cumsum(1))
@@ -122,9 +126,10 @@ class Growth(ABC):
     def _tree(self, roots: Roots, tier: Tier) -> Draft:
         batch, k, device = roots.rows.shape[0], tier.top_k, roots.rows.device
         state, standing = self.root_states(roots), roots.standing
-        score, token, options = self.candidates(state, k, roots.noise(1, 1), standing)
+        score, token = self.candidates(state, k, roots.noise(1, 1), standing)
         score, token = forced_first(roots, score, token, 0)
-        standing = options and options.along(token)
+        if standing is not None:
+            standing = standing.behind(token, torch.zeros_like(token))
         scores, tokens = [score], [token]
         parents = [torch.full_like(token, -1)]
         number = torch.arange(k, device=device).expand(batch, k)
@@ -133,7 +138,7 @@ class Growth(ABC):
         for step in range(1, tier.steps):
             out = self.states_below(roots, Branches(token, before, step, mask))
             noise = roots.noise(step + 1, k)
-            added, choices, options = self.candidates(out.flatten(0, 1), k, noise, standing)
+            added, choices = self.candidates(out.flatten(0, 1), k, noise, standing)
             # A run goes on in the first branch: nothing outranks its score, nor comes before it.
             first = added.view(batch, k, k)[:, 0], choices.view(batch, k, k)[:, 0]
             for mine, own in zip(first, forced_first(roots, *first, step), strict=True):
@@ -143,7 +148,7 @@ class Growth(ABC):
             scores.append(added.view(batch, k * k))
             tokens.append(choices.view(batch, k * k))
             score, token = grown.score, grown.token
-            standing = options and options.along(token, grown.branch)
+            standing = standing and standing.behind(token, grown.branch)
             number = grown.best + (k + (step - 1) * k * k)
             before = out.gather(1, grown.branch[:, :, None].expand_as(out))
             assert grown.mask is not None
@@ -217,10 +222,10 @@ class TreeDrafter(Growth, Drafter):
         k: int,
         noise: Noise | None = None,
         standing: GrammarStanding | None = None,
-    ) -> tuple[Tensor, Tensor, Options | None]:
+    ) -> tuple[Tensor, Tensor]:
         logits = self.logits(states)
         if standing is None:
-            return *top_candidates(logits, k, self.offsets, noise), None
+            return top_candidates(logits, k, self.offsets, noise)
         return legal_candidates(logits, k, standing, self.offsets, self.draft_ids, noise)
 
     def states_before(self, features: Tensor | None) -> Tensor | None:
@@ -245,12 +250,16 @@ class TreeDrafter(Growth, Drafter):
     def states_below(self, roots: Roots, at: Branches) -> Tensor:
         token, before, step, mask = at
         batch, k = token.shape
-        prefix = roots.positions + (1 if mask is not None else step)
-        first, each = 1 + (step - 1) * k, torch.arange(k, device=token.device)
-        slots = roots.positions[:, None] + first + each
-        # Branches are of one depth.
-        depths = step + (each if mask is None else torch.zeros_like(each))
-        positions = (roots.positions[:, None] + depths).clamp(max=self.last_position)
+        slots = roots.positions[:, None] + torch.arange(k, device=token.device)
+        if mask is None:
+            prefix = roots.positions + step
+            slots = positions = slots + step
+        else:
+            # Branches are of one depth.
+            prefix = roots.positions + 1
+            positions = (roots.positions + step)[:, None].expand_as(slots)
+            slots = slots + (1 + (step - 1) * k)
+        positions = positions.clamp(max=self.last_position)
         attend = self.cache.attend(roots.pages, slots, prefix, positions, mask)
         out = self.advance(token.flatten(), before.flatten(0, 1), positions.flatten(), attend)
         return out.view(batch, k, -1)

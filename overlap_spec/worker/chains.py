@@ -139,8 +139,8 @@ def next_step(
 def _carried(found: ChainLink, told: bool) -> Tensors:
     if not told:
         return (found.state,)
-    assert found.options is not None
-    return found.state, found.options.along(found.token).states
+    assert found.standing is not None
+    return found.state, found.standing.states
 
 
 def link_steps(roots: Tensor, tokens: Tensor, scores: Tensor) -> Tensors:

@@ -4,7 +4,7 @@ The lane tells of every node of a step's trees ``TOLD`` numbers: the run of toke
 behind it, and where it stands in its grammar's maps. What it told of the node before a new root is
 kept with the root's row, moved on by the root's token: so the next draft is made with it.
 
-A map is a grammar's table of states by bytes (:mod:`overlap_spec.drafters.states`), or the trie of
+A map is a grammar's table of states by bytes (:mod:`overlap_spec.kernels.states`), or the trie of
 the few texts that a whole output can be. Where what is left of a trie fits into the tree, it is the
 draft: one verify then decides all that is left, whatever it is.
 """
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap_spec.drafters.base import Draft, Roots
-from overlap_spec.drafters.states import GrammarStanding, StateTables
-from overlap_spec.kernels import after_tokens
+from overlap_spec.kernels import GrammarStanding, StateTables, after_tokens
 from overlap_spec.steps import (
     BY_NONE,
     COMMON_STATES,

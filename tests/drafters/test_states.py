@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from overlap_spec.drafters.states import GrammarStanding, StateTables, legal_candidates
 from overlap_spec.drafters.tree_drafter import TreeDrafter
 from overlap_spec.engine import Engine
 from overlap_spec.engine.grammar_drafts import Parts
@@ -24,7 +23,15 @@ from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.state_table import Standing, StateTable, token_steps
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
-from overlap_spec.kernels import Noise, log_probs_among, noise_keys, top_candidates
+from overlap_spec.kernels import (
+    GrammarStanding,
+    Noise,
+    StateTables,
+    legal_candidates,
+    log_probs_among,
+    noise_keys,
+    top_candidates,
+)
 from overlap_spec.kernels.sampling import CHOICE
 from overlap_spec.steps import (
     COMMON_STATES,
@@ -73,7 +80,7 @@ GRAMMARS = {
 }
 
 
-def follower(table: StateTable) -> Standing:
+def follower(table: StateTable) -> GrammarStanding:
     """A text's start in a table."""
     standing = Standing()
     standing.enter(table, COMMON_STATES)
@@ -306,7 +313,7 @@ def test_legal_candidates_are_the_best_of_what_is_allowed() -> None:
         ],
         size,
     )
-    scores, tokens, _ = legal_candidates(logits, 3, standing, None, None, None)
+    scores, tokens = legal_candidates(logits, 3, standing)
     assert tokens[:2].tolist() == [best[0][:3], best[1][1:6:2]]
     assert tokens[2].tolist() == best[2][20:23]
     assert tokens[3, :2].tolist() == [best[3][0], best[3][30]]
@@ -325,13 +332,9 @@ def test_branches_go_on_behind_their_tokens() -> None:
     rows: list[tuple[list[int], list[int], bool]] = [([1], [], False), ([2], [], False)]
     standing = standing_in(rows, 9)
     here = standing.states.tolist()
-    logits = torch.tensor([[0.0, 5, 4, 3, 2, -1, -2, -3, -9]] * 2)
-    *_, options = legal_candidates(logits, 2, standing, None, None, None)
-    children = options.along(torch.tensor([[1, 2, 8], [1, 2, 8]]))
-    # Behind a token that was not looked at nothing is known.
-    assert children.states.tolist() == [here[0], STATE_WIDTH, LOST, STATE_WIDTH, here[1], LOST]
+    assert standing.behind(torch.tensor([[1], [1]])).states.tolist() == [here[0], STATE_WIDTH]
     branch = torch.tensor([[1, 0, 1]])
-    further = options.along(torch.tensor([[1, 1, 2]]), branch)
+    further = standing.behind(torch.tensor([[1, 1, 2]]), branch)
     assert further.states.tolist() == [STATE_WIDTH, here[0], here[1]]
 
 

@@ -24,6 +24,8 @@ NAMES = [
     "filtered_choice",
     "scarce_choice",
     "top_candidates",
+    "legal_candidates",
+    "page_slots",
 ]
 
 

@@ -93,7 +93,11 @@ def test_every_kernel_has_its_references_signature() -> None:
         if not hasattr(function, "__wrapped__"):
             continue
         module = function.__module__.replace(".kernels.", ".kernels.triton.")
-        fast = getattr(importlib.import_module(module), name)
+        fast = getattr(importlib.import_module(module), name, None)
+        if fast is None:
+            # Its reference is made of operations that have one.
+            assert name == "legal_candidates"
+            continue
         # A reference that TorchScript reads spells its types another way.
         theirs, ours = (inspect.signature(each, eval_str=True) for each in (fast, function))
         assert theirs == ours, name

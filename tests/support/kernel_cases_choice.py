@@ -385,3 +385,43 @@ def after_tokens(draw: Draw, device: torch.device) -> None:
     chosen = i.integers(0, tokens, count, 2)[:, 1]
     given = moves, here, texts, chosen
     equal(triton(kernels.after_tokens, *given), reference(kernels.after_tokens, *given))
+
+
+@case
+def legal_candidates(draw: Draw, device: torch.device) -> None:
+    i = Inputs(draw, device)
+    rows, vocab, states, width, listed = i.size(1, 6), i.size(9, 40), i.size(3, 6), 12, 8
+    moves = (i.integers(0, states, states, width) * width).int()
+    # Where nothing can come.
+    moves[1] = width
+    few = i.integers(-1, vocab, states, listed + 1).int()
+    few[:, -1] = i.integers(0, 2, states)
+    few[0, :-1] = torch.randperm(vocab, device=device)[:listed]
+    few[1] = -1
+    # A token stands once in a list.
+    for row in few[2:]:
+        first = torch.stack([(row[:n] != row[n]).all() for n in range(listed)])
+        row[:-1].masked_fill_(~first, -1)
+    texts = i.integers(0, width, vocab, 3).int()
+    here = (i.integers(0, states, rows) * width).int()
+    standing = kernels.GrammarStanding(kernels.StateTables(moves.flatten(), texts, few), here)
+    own, offsets, draft_ids = vocab, None, None
+    if draw(st.booleans()):
+        # Every second token cannot be drafted.
+        own = (vocab + 1) // 2
+        offsets = torch.arange(own, device=device)
+        draft_ids = torch.full((vocab,), -1, device=device)
+        draft_ids[::2] = offsets
+    logits, k, noise = i.normal(rows, own), i.size(1, min(own, 9)), None
+    if draw(st.booleans()):
+        noise = kernels.Noise(i.integers(0, 3, rows).float(), _keys(i, rows))
+    given: tuple[object, ...] = logits, k, standing, offsets, draft_ids, noise
+    if draw(st.booleans()):
+        most = min(own, max(k, listed) + i.size(0, 3))
+        given = *given, reference(kernels.top_candidates, logits, most, offsets, noise)
+    scores, tokens = triton(kernels.legal_candidates, *given)
+    want, theirs = reference(kernels.legal_candidates, *given)
+    torch.testing.assert_close(scores, want, rtol=1e-5, atol=2e-5)
+    living = want > -torch.inf
+    equal(tokens[living], theirs[living])
+    assert ((tokens >= 0) & (tokens < vocab)).all()
