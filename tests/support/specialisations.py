@@ -7,9 +7,9 @@ numbers that are 1 or multiples of 16, and addresses that are multiples of 16.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -47,11 +47,7 @@ def noted_kernels() -> Iterator[set[Key]]:
     found: set[Key] = set()
     depth = 0
 
-    def both(run: Any) -> Callable[..., Any]:
-        reference = run.__wrapped__
-        module = reference.__module__.replace(".kernels.", ".kernels.triton.")
-        fast = getattr(importlib.import_module(module), reference.__name__)
-
+    def both(reference: Any, fast: Any) -> Callable[..., Any]:
         def noting(*args: Any, **kwargs: Any) -> Any:
             nonlocal depth
             if depth == 0:
@@ -66,21 +62,21 @@ def noted_kernels() -> Iterator[set[Key]]:
 
         return noting
 
-    operations = [getattr(kernels, name) for name in kernels.__all__]
-    cells = [_kernel_cell(o) for o in operations if hasattr(o, "__wrapped__")]
-    before = []
-    for operation, cell in cells:
-        before.append(cell.cell_contents)
-        noting = both(operation)
-        cell.cell_contents = lambda _, noting=noting: noting
-    try:
+    with ExitStack() as undo:
+        for operation in (getattr(kernels, name) for name in kernels.__all__):
+            reference = getattr(operation, "__wrapped__", None)
+            fast = reference and _triton_twin(reference)
+            if fast is None:  # made of operations, which are noted by themselves
+                continue
+            cell = operation.__closure__[operation.__code__.co_freevars.index("kernel")]
+            undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
+            cell.cell_contents = lambda _, noting=both(reference, fast): noting
         with use("triton"):
             yield found
-    finally:
-        for (_, cell), content in zip(cells, before, strict=True):
-            cell.cell_contents = content
 
 
-def _kernel_cell(operation: Any) -> tuple[Any, Any]:
-    """Where an operation looks for its kernel."""
-    return operation, operation.__closure__[operation.__code__.co_freevars.index("kernel")]
+def _triton_twin(reference: Callable[..., Any]) -> Callable[..., Any] | None:
+    module = reference.__module__.replace(".kernels.", ".kernels.triton.")
+    if importlib.util.find_spec(module) is None:
+        return None
+    return getattr(importlib.import_module(module), reference.__name__, None)
