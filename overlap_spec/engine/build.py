@@ -84,8 +84,9 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
     fits = config.max_running_requests * wider <= traits.pages * config.page_size // 2
     widens = drafts and fits and (traits.on_gpu if config.tries is None else config.tries)
 
-    pool = matcher_pool(config, lanes, tokenizer, traits.reads_states)
-    told = GrammarDrafts(worker, pool, tokenizer.vocabulary)
+    vocabulary = tokenizer.vocabulary
+    pool = matcher_pool(config, lanes, vocabulary, tokenizer.encode, traits.reads_states)
+    told = GrammarDrafts(worker, pool, vocabulary)
     scheduler = Scheduler(
         pages=traits.pages,
         page_size=config.page_size,

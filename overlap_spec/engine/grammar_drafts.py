@@ -3,7 +3,7 @@ the trees that the grammar tells, beside what the drafter guesses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from overlap_spec.steps import (
     HostTrees,
 )
 from overlap_spec.tiers import Budget, Tier
-from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.worker.worker import Worker, tell_drafts
 
 # Depth and nodes of a tree, root included, where the grammar knows what can come.
@@ -92,16 +91,21 @@ class GrammarDrafts:
 
 
 def matcher_pool(
-    config: EngineConfig, lanes: int, tokenizer: Tokenizer, weighed: bool
+    config: EngineConfig,
+    lanes: int,
+    vocabulary: Vocabulary,
+    encode: Callable[[str], list[int]],
+    weighed: bool,
 ) -> MatcherPool:
     """What runs matchers in so many threads, and tells drafts, if there are any, what is forced.
 
     Args:
+        encode: A text's tokens.
         weighed: Whether the drafter keeps to what is forced by itself.
     """
-    forced, vocabulary = None, tokenizer.vocabulary
+    forced = None
     if config.drafter != "none":
-        forced = ForcedRuns(vocabulary, tokenizer.encode, RUN_TOKENS, weighed=weighed)
+        forced = ForcedRuns(vocabulary, encode, RUN_TOKENS, weighed=weighed)
     return MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s, forced)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -110,12 +109,6 @@ class CudaGraphs(Recordings):
 
     def packed_size(self, tier: Tier, rows: int, wanted: int) -> int:
         return packed_size(rows, tier.nodes, wanted)
-
-    def record_next(self, tiers: Iterable[Tier]) -> bool:  # noqa: ARG002
-        return False
-
-    def wait_ms(self, tier: Tier) -> float:  # noqa: ARG002
-        return 0.0
 
     def reserved(self) -> int:
         return torch.cuda.memory_reserved(self.runner.device)

@@ -43,16 +43,17 @@ class Recordings:
     Args:
         drafts: With the runner whose passes they are; a module that holds every tensor that they
             touch.
-        recorded: False: the passes are as they are.
+        traced: Each is traced when it is first needed. False: the passes are as they are, unless a
+            subclass has recorded them before serving.
 
     Attributes:
         bytes: Memory that CUDA graphs took.
         count: Passes that have been recorded.
     """
 
-    def __init__(self, drafts: Drafts, guard: DrafterGuard, recorded: bool = True) -> None:
+    def __init__(self, drafts: Drafts, guard: DrafterGuard, traced: bool = False) -> None:
         self.drafts, self.runner, self.guard = drafts, drafts.runner, guard
-        self.recorded = recorded
+        self.traced = traced
         self.bytes = self.count = 0
         self._known: dict[tuple[Any, ...], Any] = {}
         self._took_ms, self._making = 0.0, False
@@ -62,7 +63,7 @@ class Recordings:
     def make(self, work: Work, inputs: Tensors, into: Tensors | None = None) -> Recorded:  # noqa: ARG002
         """A recording of ``work`` over ``inputs``, which writes its outputs ``into`` others, where
         it is of a kind that can."""
-        if not self.recorded:
+        if not self.traced:
             return Eager(work)
         self.count += 1
         return TracedGraph(self.runner, work, inputs)
@@ -91,7 +92,7 @@ class Recordings:
 
     def padded(self, batch: int) -> int:
         """Rows that a batch is filled up to."""
-        return padded_size(batch) if self.recorded else batch
+        return padded_size(batch) if self.traced else batch
 
     def packed_size(self, tier: Tier, rows: int, wanted: int) -> int:
         """How many nodes of ``rows`` trees are verified where ``wanted`` are asked for."""
@@ -100,13 +101,13 @@ class Recordings:
     def record_next(self, tiers: Iterable[Tier]) -> bool:
         """Between requests: record what one of these tiers lacks; False if nothing lacks."""
         kinds = product(tiers, (False, True), (False, self.runner.reads_states))
-        return self.recorded and any(self.record(*kind) for kind in kinds)
+        return self.traced and any(self.record(*kind) for kind in kinds)
 
     def wait_ms(self, tier: Tier) -> float:
         """About what a step of the tier would wait for recordings: as long as those of another one
         took; 0 where they are there, as those of all chains are from the start on."""
         made = {key[1] for key in list(self._known) if key[0] == "commit"} - {CHAIN}
-        there = not self.recorded or tier.is_chain or tier in made
+        there = not self.traced or tier.is_chain or tier in made
         return 0.0 if there else self._took_ms / (1 + len(made))
 
     def reserved(self) -> int:
@@ -217,7 +218,7 @@ class Recordings:
     def make_draft(
         self, record: Record, tier: Tier, sampled: bool, told: bool, rows: int
     ) -> Recorded:
-        if self.recorded and self.runner.stepwise and tier.is_chain and tier.steps:
+        if self.traced and self.runner.stepwise and tier.is_chain and tier.steps:
             return FixedChain(self.chain(sampled, told), tier.steps)
         work = partial(self.drafts.trees, tier, sampled, told)
         return record(
