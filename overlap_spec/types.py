@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
 from types import MappingProxyType
@@ -112,7 +112,11 @@ class SamplingParams:
     tpot_slo_ms: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidRequest that names the first field out of its range."""
+        """Take None for the default; InvalidRequest names the first field out of its range."""
+        for one in fields(self):
+            if getattr(self, one.name) is None:
+                none = {} if one.name == "logit_bias" else one.default
+                object.__setattr__(self, one.name, none)
         ranges: dict[str, tuple[float, float]] = {
             "temperature": (0.0, float("inf")),
             "top_p": (0.0, 1.0),
@@ -161,21 +165,25 @@ class SamplingParams:
     def _check_collections(self) -> None:
         for name in ("stop", "stop_regex", "bad_words", "parts"):
             given = getattr(self, name)
-            texts = (given,) if isinstance(given, str) else tuple(given)
-            if not all(isinstance(text, str) and text for text in texts):
+            texts = (given,) if isinstance(given, str) else _items(given)
+            if texts is None or not all(isinstance(text, str) and text for text in texts):
                 raise InvalidRequest(f"{name} must be non-empty strings: {given!r}", name)
             object.__setattr__(self, name, texts)
         for name in ("stop_token_ids", "allowed_token_ids"):
             given = getattr(self, name)
             if given is None:
                 continue
-            ids = tuple(given)
-            if not all(_is_int(token) and token >= 0 for token in ids):
+            ids = _items(given)
+            if ids is None or not all(_is_int(token) and token >= 0 for token in ids):
                 raise InvalidRequest(f"{name} must be token ids", name)
             object.__setattr__(self, name, ids)
         if self.allowed_token_ids == ():
             raise InvalidRequest(
                 "allowed_token_ids allows no token: name at least one", "allowed_token_ids"
+            )
+        if not isinstance(self.logit_bias, Mapping):
+            raise InvalidRequest(
+                f"logit_bias maps token ids to numbers: {self.logit_bias!r}", "logit_bias"
             )
         for token, value in self.logit_bias.items():
             if not (_is_int(token) and token >= 0) or not _is_number(value):
@@ -200,6 +208,10 @@ class SamplingParams:
 
 # Fields that ask for optional parts, and what they are where nothing is asked for.
 EXTRAS = tuple((f.name, f.default) for f in fields(SamplingParams) if f.metadata == OPTIONAL)
+
+
+def _items(value: object) -> tuple[Any, ...] | None:
+    return tuple(value) if isinstance(value, Iterable) else None
 
 
 def _is_int(value: object) -> bool:

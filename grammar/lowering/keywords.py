@@ -107,7 +107,8 @@ def is_known(schema: Mapping[str, Any]) -> bool:
 def _meant(key: str) -> str | None:
     if key in ANNOTATIONS or key in READ or not key[:1].isalpha():
         return None
-    meant = difflib.get_close_matches(key, READ, 1, 0.85)
+    in_other_case = [word for word in READ if word.lower() == key.lower()]
+    meant = in_other_case or difflib.get_close_matches(key, READ, 1, 0.84)
     return meant[0] if meant else None
 
 

@@ -192,13 +192,23 @@ def settled(path: Path) -> set[str]:
     These are failures, which are asked again, and a line that broke off.
 
     Raises:
-        InvalidRequest: the file cannot be read or written.
+        InvalidRequest: the file cannot be read or written, or has something else than results.
     """
     done: dict[str, str] = {}
     try:
         if path.exists():
-            for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                name = _settles(text)
+            # Not splitlines: results have U+2028 and the like as they are.
+            texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            for number, text in enumerate(texts, 1):
+                try:
+                    name = _settles(text)
+                except (ValueError, TypeError, KeyError):
+                    if number == len(texts):  # it broke off
+                        break
+                    raise InvalidRequest(
+                        f"{path}: line {number} is no result of a batch, and would be lost: "
+                        "name another file for the results"
+                    ) from None
                 if name is not None:
                     done[name] = text
             fresh = path.with_name(path.name + ".part")
@@ -215,14 +225,10 @@ def settled(path: Path) -> set[str]:
 
 
 def _settles(text: str) -> str | None:
-    """The ``custom_id`` of a result that is an answer."""
-    try:
-        data = json.loads(text)
-        status = data["response"]["status_code"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    name = data.get("custom_id")
-    return name if isinstance(name, str) and status == ANSWERED else None
+    """The ``custom_id`` of a result that is an answer; an error where it is no result."""
+    result = json.loads(text)
+    name, response = result["custom_id"], result["response"]
+    return name if response is not None and response["status_code"] == ANSWERED else None
 
 
 async def work(

@@ -69,7 +69,7 @@ def read_samples(path: Path) -> list[Sample]:
         ConfigError: the file cannot be read as such rows, or has none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
         samples = [(row["id"], row["schema"], row["tests"]) for row in rows]
         valid = [(i, s, [t["data"] for t in tests if t["valid"]]) for i, s, tests in samples]

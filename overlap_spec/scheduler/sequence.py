@@ -165,7 +165,7 @@ class Sequence:
         if reason is not None:
             self.finish_reason, self.stop_match = reason, match
         elif len(row.tokens) <= row.accepted:
-            self.fail(RequestFailed(_dead_end(self.request)))
+            self.fail(RequestFailed(_dead_end(self.request, len(output))))
         return tokens
 
     def _record(self, kept: int, row: RowResult, verified: bool, now_ns: int) -> None:
@@ -195,12 +195,13 @@ class Sequence:
         self.last_token_ns = now_ns
 
 
-def _dead_end(request: Request) -> str:
-    """Why a request has no next token."""
+def _dead_end(request: Request, tokens: int) -> str:
+    """Why a request has no next token behind so many."""
     sampling = request.sampling
     names = ["the grammar"] if request.grammar is not None else []
     names += ["allowed_token_ids"] if sampling.allowed_token_ids is not None else []
     names += ["bad_words"] if request.banned else []
     names += ["logit_bias"] if sampling.logit_bias else []
-    together = " together" if len(names) > 1 else ""
-    return f"{' and '.join(names)}{together} allow no token here: a dead end"
+    names += ["min_tokens"] if tokens < sampling.min_tokens else []
+    allow = "together allow" if len(names) > 1 else "allows"
+    return f"{' and '.join(names)} {allow} no token here: a dead end"

@@ -155,3 +155,15 @@ def test_unknown_settings_are_named_with_what_was_meant() -> None:
         AsyncEngine(max_model_len=3)
     with pytest.raises(InvalidRequest, match="'temprature'; did you mean 'temperature'"):
         SamplingParams.from_mapping({"temprature": 1})
+
+
+def test_none_in_a_field_asks_for_nothing() -> None:
+    given = {field.name: None for field in dataclasses.fields(SamplingParams)}
+    assert SamplingParams(**given) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", [f.name for f in dataclasses.fields(SamplingParams)])
+def test_a_value_of_another_kind_is_refused_by_its_field(name: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**{name: object()})
+    assert refused.value.param == name

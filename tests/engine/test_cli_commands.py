@@ -32,6 +32,7 @@ from overlap_spec.cli.profile import costs, in_units, verdict
 from overlap_spec.cli.request import ConstraintFlags
 from overlap_spec.cli.terminal import loading
 from overlap_spec.doctor import cpu_features, memory
+from overlap_spec.errors import InvalidRequest
 from overlap_spec.speculation.cost import CostModel
 
 SCHEMA = '{"type":"array","items":{"type":"integer","minimum":0,"maximum":9},"maxItems":4}'
@@ -292,6 +293,23 @@ def test_a_failed_answer_is_asked_again(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(result) + "\n" for result in results))
     assert settled(path) == {"200"}
     assert len(path.read_text().splitlines()) == 1
+
+
+def test_an_answer_with_ends_of_lines_of_unicode_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    result = {"custom_id": "a", "response": {"status_code": 200, "body": "\u2028\x85"}}
+    path.write_text(json.dumps(result, ensure_ascii=False) + "\n", "utf-8")
+    assert settled(path) == {"a"}
+    assert json.loads(path.read_text("utf-8")) == result
+
+
+@pytest.mark.parametrize("text", ["name,age\nAnna,30\n", f"{line('a')}\n"])
+def test_a_file_of_something_else_is_not_written_over(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"in\.jsonl: line 1 is no result of a batch"):
+        settled(path)
+    assert path.read_text() == text
 
 
 @pytest.fixture(scope="module")

@@ -106,6 +106,8 @@ def test_a_dead_end_says_whose_it_is(engine: Engine) -> None:
     )
     with pytest.raises(RequestFailed, match="bad_words"):
         list(engine.stream("go", allowed_token_ids=[token], bad_words=["a"], **FREE))
+    output = engine.generate("go", Grammar.regex("bbb"), min_tokens=20, **FREE)
+    assert output.error == "the grammar and min_tokens together allow no token here: a dead end"
     assert engine.generate("go", Grammar.regex("bbb"), **FREE).text == "bbb"
 
 

@@ -292,3 +292,9 @@ def test_a_long_name_beside_free_keys(length: int) -> None:
         ("a" * length + "a", True),
     ):
         assert takes(made, f'{{"{name}":"x"}}') == taken, len(name)
+
+
+@pytest.mark.parametrize(("key", "meant"), [("propertys", "properties"), ("anyof", "anyOf")])
+def test_a_misspelt_keyword_is_refused_with_what_was_meant(key: str, meant: str) -> None:
+    with pytest.raises(GrammarError, match=f"{key}.*did you mean '{meant}'"):
+        takes(Grammar.json_schema({"type": "object", key: []}), "{}")
