@@ -70,7 +70,8 @@ def noted_kernels() -> Iterator[set[Key]]:
                 continue
             cell = operation.__closure__[operation.__code__.co_freevars.index("kernel")]
             undo.callback(setattr, cell, "cell_contents", cell.cell_contents)
-            cell.cell_contents = lambda _, noting=both(reference, fast): noting
+            noting = both(reference, fast)
+            cell.cell_contents = lambda _, noting=noting: noting
         with use("triton"):
             yield found
 
