@@ -20,6 +20,7 @@ from overlap_spec.training.attention import CausalRows
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.export import write_checkpoint, write_json
+from overlap_spec.training.optim import mixed
 from overlap_spec.training.trainer import Batches, Recipe, Trainer, initialise
 
 
@@ -127,7 +128,7 @@ class TargetTrainer(Trainer[Decoder]):
             width = batch.tokens.shape[1]
             if width not in self._losses:
                 self._losses[width] = self.recipe.ready(self.sum_of_losses, width)
-            with torch.autocast("cpu", torch.bfloat16):
+            with mixed(batch.tokens.device):
                 loss = self._losses[width](batch.tokens, *choice) / max(weight, 1e-6)
             loss.backward()
             total += loss.item()
