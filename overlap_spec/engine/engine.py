@@ -8,14 +8,21 @@ from concurrent.futures import wait
 from typing import Any, Self, Unpack, cast
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.engine.arguments import GrammarLike, Prompt, Sampling, copies, each_call, grouped
+from overlap_spec.engine.arguments import (
+    GrammarLike,
+    Prompt,
+    Sampling,
+    as_grammar,
+    copies,
+    each_call,
+    grouped,
+)
 from overlap_spec.engine.input_processor import GenerateOptions, Generates, InputProcessor
 from overlap_spec.engine.loop import EngineLoop
 from overlap_spec.engine.request_handle import RequestHandle
-from overlap_spec.errors import RequestFailed
+from overlap_spec.errors import GrammarError, RequestFailed
 from overlap_spec.grammar.contract import CompiledGrammar
 from overlap_spec.grammar.isolation.limits import CompileFailure
-from overlap_spec.grammar.spec import Grammar
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
 from overlap_spec.types import Delta, Output
 
@@ -145,19 +152,23 @@ class Engine(EngineLoop):
         finally:
             self.release([handle])
 
-    def compile(self, grammar: Grammar, most_tokens: int | None = None) -> CompiledGrammar:
+    def compile(self, grammar: GrammarLike, most_tokens: int | None = None) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.
 
         Args:
+            grammar: As for :meth:`generate`, which finds it in the cache afterwards.
             most_tokens: As for :meth:`GrammarCompiler.submit`.
 
         Raises:
-            GrammarError: it cannot be compiled.
+            GrammarError: it cannot be compiled, or is free text.
             EngineUnavailable: the engine is closed.
         """
+        made = as_grammar(grammar, self.config.additional_properties)
+        if made is None:
+            raise GrammarError("free text has no grammar to compile", "grammar")
         self._calls.check_open()
         try:
-            return self.compiler.compile(grammar, most_tokens)
+            return self.compiler.compile(made, most_tokens)
         except CompileFailure:
             # The engine may have been closed meanwhile.
             self._calls.check_open()

@@ -109,6 +109,15 @@ def test_a_generator_compiles_once_and_at_once(engine: Engine) -> None:
         Generator(engine, Point)("go", {"max_tokens": 2, "complete": False})
 
 
+def test_what_was_compiled_ahead_is_not_compiled_again(engine: Engine) -> None:
+    engine.compile(Pair)
+    before = engine.compiler.snapshot()["compiles"]
+    engine.generate("x", Pair, GREEDY, max_tokens=32)
+    assert engine.compiler.snapshot()["compiles"] == before
+    with pytest.raises(GrammarError, match="free text"):
+        engine.compile(None)
+
+
 def test_str_is_free_text_and_a_text_is_no_grammar(engine: Engine) -> None:
     wanted = engine.generate("go", None, GREEDY)
     assert engine.generate("go", str, GREEDY).text == wanted.text
