@@ -6,8 +6,10 @@ code points; a code point that no span covers is rejected.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeVar
 
@@ -112,6 +114,17 @@ class Nfa:
                 seen.add(state)
                 pending += self.free[state]
         return frozenset(seen)
+
+
+def uncircled(leads: Mapping[S, Iterable[S]]) -> Iterator[S]:
+    """The nodes of a graph that reach no circle, each behind those that it leads to."""
+    sorter = TopologicalSorter(leads)
+    # It gives the others all the same.
+    with suppress(CycleError):
+        sorter.prepare()
+    while ready := sorter.get_ready():
+        yield from ready
+        sorter.done(*ready)
 
 
 def from_node(node: Node) -> Dfa:

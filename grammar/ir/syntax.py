@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.dfa import Dfa
+from overlap_spec.grammar.automata.dfa import Dfa, uncircled
 from overlap_spec.grammar.automata.escape import Escape, plain
 from overlap_spec.grammar.automata.regex_ast import (
     EMPTY,
@@ -76,18 +76,8 @@ class Syntax:
         """Rules that reach a cycle of rules; their languages need not be regular. Of a grammar in
         rules alone, as is what follows."""
         calls = {name: references(body) for name, body in self.rules.items()}
-        callers: dict[str, list[str]] = {name: [] for name in self.rules}
-        for name, targets in calls.items():
-            for target in targets:
-                callers[target].append(name)
-        left = {name: len(targets) for name, targets in calls.items()}
-        ready = [name for name, count in left.items() if count == 0]
-        while ready:
-            for caller in callers[ready.pop()]:
-                left[caller] -= 1
-                if left[caller] == 0:
-                    ready.append(caller)
-        return frozenset(name for name, count in left.items() if count)
+        ending = set(uncircled(calls))
+        return frozenset(self.rules) - ending
 
     @cached_property
     def nullable(self) -> frozenset[str]:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from itertools import combinations
+from operator import or_
 from typing import Any
 
 from overlap_spec.grammar.lowering import keywords, local_keywords
@@ -165,9 +167,9 @@ class _Reader:
         found = [single]
         for count in range(2, len(single) + 1):
             for chosen in combinations(single, count):
-                seen = _union(chosen)
+                seen = reduce(or_, chosen)
                 # A part of these evaluates as much: it says all that these would.
-                if any(seen == _union(part) for part in combinations(chosen, count - 1)):
+                if any(seen == reduce(or_, part) for part in combinations(chosen, count - 1)):
                     continue
                 held: Shapes = FULL
                 for one in chosen:
@@ -247,13 +249,6 @@ class _Reader:
             held = self._source.both(shapes_, kept, keyword, path) if bound else shapes_
             found.append({after: held})
         return _joined(found)
-
-
-def _union(seen: Iterable[Seen]) -> Seen:
-    found = Seen()
-    for one in seen:
-        found |= one
-    return found
 
 
 def _joined(parts: Iterable[Ways]) -> Ways:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from decimal import Decimal
 from typing import TypeVar
 
-from overlap_spec.grammar.lowering.numbers import Bounds
 from overlap_spec.grammar.lowering.shapes import (
     NOTHING,
     Arrays,
@@ -69,7 +67,7 @@ def least_of(a: int | None, b: int | None) -> int | None:
 def _numbers(a: Numbers, b: Numbers) -> Numbers | None:
     if a.whole is not None and b.whole is not None and a.whole != b.whole:
         return None
-    bounds = _bounds(a.bounds, b.bounds)
+    bounds = a.bounds.both(b.bounds)
     if bounds.is_empty:
         return None
     whole = b.whole if a.whole is None else a.whole
@@ -84,24 +82,6 @@ def _numbers(a: Numbers, b: Numbers) -> Numbers | None:
         joined(a.not_steps, b.not_steps),
         joined(a.outside, b.outside),
     )
-
-
-def _bounds(a: Bounds, b: Bounds) -> Bounds:
-    low, open_low = _tighter((a.low, a.open_low), (b.low, b.open_low), max)
-    high, open_high = _tighter((a.high, a.open_high), (b.high, b.open_high), min)
-    return Bounds(low, high, open_low, open_high)
-
-
-def _tighter(
-    a: tuple[Decimal | None, bool],
-    b: tuple[Decimal | None, bool],
-    best: Callable[[Decimal, Decimal], Decimal],
-) -> tuple[Decimal | None, bool]:
-    if a[0] is None or b[0] is None:
-        return b if a[0] is None else a
-    if a[0] == b[0]:
-        return a[0], a[1] or b[1]
-    return a if best(a[0], b[0]) == a[0] else b
 
 
 def _strings(a: Strings, b: Strings) -> Strings | None:

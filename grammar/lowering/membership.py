@@ -45,12 +45,16 @@ def kind_of(value: Any) -> str:
 
 def contains_value(shape: Shape, value: Any, oracle: Document) -> bool:
     """Whether a shape contains a value."""
-    if isinstance(shape, Unsupported) or kind_of(value) != shape.kind:
-        return isinstance(shape, Unsupported) and kind_of(value) == shape.kind
+    if kind_of(value) != shape.kind:
+        return False
+    if isinstance(shape, Unsupported):
+        return True
     if isinstance(shape, Consts):
         return key_of(value) in dict(shape.values)
     if isinstance(shape, Numbers):
         return _number(shape, value)
+    if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
+        return False
     if isinstance(shape, Strings):
         return _string(shape, value)
     if isinstance(shape, Arrays):
@@ -59,12 +63,7 @@ def contains_value(shape: Shape, value: Any, oracle: Document) -> bool:
 
 
 def _number(shape: Numbers, value: Decimal) -> bool:
-    bounds = shape.bounds
-    if bounds.low is not None and (value < bounds.low or (bounds.open_low and value == bounds.low)):
-        return False
-    if bounds.high is not None and (
-        value > bounds.high or (bounds.open_high and value == bounds.high)
-    ):
+    if shape.bounds.both(Bounds(value, value)).is_empty:
         return False
     if shape.whole is not None and shape.whole != (value == value.to_integral_value()):
         return False
@@ -79,8 +78,6 @@ def _divides(step: Decimal, value: Decimal) -> bool:
 
 
 def _string(shape: Strings, value: str) -> bool:
-    if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
-        return False
     if value in shape.outside:
         return False
     if not all(Pattern(pattern, "schema").matches(value) for pattern in shape.patterns):
@@ -89,8 +86,6 @@ def _string(shape: Strings, value: str) -> bool:
 
 
 def _array(shape: Arrays, value: list[Any], oracle: Document) -> bool:
-    if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
-        return False
     if shape.unique and len(set(map(key_of, value))) < len(value):
         return False
     items = [*shape.prefix, *[shape.rest] * max(len(value) - len(shape.prefix), 0)]
@@ -105,8 +100,6 @@ def _counted(one: Contains, value: list[Any], oracle: Document) -> bool:
 
 
 def _object(shape: Objects, value: dict[str, Any], oracle: Document) -> bool:
-    if len(value) < shape.least or (shape.most is not None and len(value) > shape.most):
-        return False
     if any(name not in value for name in shape.required):
         return False
     if not all(oracle.has(member(shape, name, oracle), held) for name, held in value.items()):
@@ -140,9 +133,7 @@ def _no_number(shape: Numbers, oracle: Document) -> bool:
 
 
 def _no_string(shape: Strings) -> bool:
-    if len(shape.patterns) + len(shape.without) + len(shape.outside) == 0:
-        return False
-    if len(shape.patterns) == 1 and not shape.without and not shape.outside:
+    if len(shape.patterns) <= 1 and not shape.without and not shape.outside:
         return False
     try:
         return automaton(shape).is_empty
@@ -170,71 +161,57 @@ def complement(shape: Shape) -> Iterator[Shape]:
 
     The caller replaces fixed arrays and objects by their structure first.
     """
-    if isinstance(shape, Unsupported):
-        yield shape
-    elif isinstance(shape, Consts):
-        yield from _other_consts(shape)
-    elif isinstance(shape, Numbers):
-        yield from _other_numbers(shape)
-    elif isinstance(shape, Strings):
-        yield from _other_strings(shape)
-    elif isinstance(shape, Arrays):
-        yield from _other_arrays(shape)
-    else:
-        yield from _other_objects(shape)
+    match shape:
+        case Unsupported():
+            yield shape
+        case Consts(kind, values):
+            yield from _other_consts(kind, values)
+        case Numbers(bounds):
+            if bounds.low is not None:
+                yield Numbers(Bounds(high=bounds.low, open_high=not bounds.open_low))
+            if bounds.high is not None:
+                yield Numbers(Bounds(low=bounds.high, open_low=not bounds.open_high))
+            if shape.whole is not None:
+                yield Numbers(whole=not shape.whole)
+            yield from (Numbers(not_steps=(step,)) for step in shape.steps)
+            yield from (Numbers(steps=(step,)) for step in shape.not_steps)
+            if shape.outside:
+                yield Consts("number", tuple((key_of(v), f"{v:f}") for v in shape.outside))
+        case Strings():
+            yield from _other_counts(shape)
+            yield from (Strings(without=(pattern,)) for pattern in shape.patterns)
+            yield from (Strings(patterns=(pattern,)) for pattern in shape.without)
+            if shape.outside:
+                texts = (json.dumps(value, ensure_ascii=False) for value in shape.outside)
+                yield Consts("string", tuple((text, text) for text in texts))
+        case Arrays():
+            yield from _other_arrays(shape)
+        case Objects():
+            yield from _other_objects(shape)
 
 
-def _other_consts(shape: Consts) -> Iterator[Shape]:
-    if shape.kind in ("boolean", "null"):
-        rest = [pair for pair in (BOOLEANS if shape.kind == "boolean" else NULL).values
-                if pair not in shape.values]  # fmt: skip
-        if rest:
-            yield Consts(shape.kind, tuple(rest))
-        return
-    values = [json.loads(text, parse_float=Decimal, parse_int=Decimal) for _, text in shape.values]
-    if shape.kind == "number":
-        yield Numbers(outside=tuple(values))
-    else:
-        yield Strings(outside=tuple(values))
-
-
-def _other_numbers(shape: Numbers) -> Iterator[Shape]:
-    low, high = shape.bounds.low, shape.bounds.high
-    if low is not None:
-        yield Numbers(Bounds(high=low, open_high=not shape.bounds.open_low))
-    if high is not None:
-        yield Numbers(Bounds(low=high, open_low=not shape.bounds.open_high))
-    if shape.whole is not None:
-        yield Numbers(whole=not shape.whole)
-    for step in shape.steps:
-        yield Numbers(not_steps=(step,))
-    for step in shape.not_steps:
-        yield Numbers(steps=(step,))
-    if shape.outside:
-        yield Consts("number", tuple((key_of(v), f"{v:f}") for v in shape.outside))
-
-
-def _other_strings(shape: Strings) -> Iterator[Shape]:
+def _other_counts(shape: Strings | Arrays | Objects) -> Iterator[Shape]:
     if shape.least:
-        yield Strings(most=shape.least - 1)
+        yield type(shape)(most=shape.least - 1)
     if shape.most is not None:
-        yield Strings(least=shape.most + 1)
-    for pattern in shape.patterns:
-        yield Strings(without=(pattern,))
-    for pattern in shape.without:
-        yield Strings(patterns=(pattern,))
-    if shape.outside:
-        texts = (json.dumps(value, ensure_ascii=False) for value in shape.outside)
-        yield Consts("string", tuple((text, text) for text in texts))
+        yield type(shape)(least=shape.most + 1)
+
+
+def _other_consts(kind: str, values: tuple[tuple[str, str], ...]) -> Iterator[Shape]:
+    if kind in ("boolean", "null"):
+        every = BOOLEANS if kind == "boolean" else NULL
+        rest = tuple(pair for pair in every.values if pair not in values)
+        if rest:
+            yield Consts(kind, rest)
+        return
+    found = tuple(json.loads(text, parse_float=Decimal, parse_int=Decimal) for _, text in values)
+    yield Numbers(outside=found) if kind == "number" else Strings(outside=found)
 
 
 def _other_arrays(shape: Arrays) -> Iterator[Shape]:
     if shape.unique:
         yield Unsupported("array", "uniqueItems")
-    if shape.least:
-        yield Arrays(most=shape.least - 1)
-    if shape.most is not None:
-        yield Arrays(least=shape.most + 1)
+    yield from _other_counts(shape)
     for i, item in enumerate(shape.prefix):
         if item != ANY:
             yield Arrays(prefix=(*[ANY] * i, negated(item)), least=i + 1)
@@ -260,7 +237,4 @@ def _other_objects(shape: Objects) -> Iterator[Shape]:
         yield Objects(named=((name, NOTHING),))
     for keys, expr in shape.some:
         yield Objects(rules=((keys, negated(expr)),))
-    if shape.least:
-        yield Objects(most=shape.least - 1)
-    if shape.most is not None:
-        yield Objects(least=shape.most + 1)
+    yield from _other_counts(shape)

@@ -7,6 +7,7 @@ would round longer ones, possibly onto the bound.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -56,6 +57,12 @@ class Bounds:
             high -= self.open_high and high == self.high
         return low, high
 
+    def both(self, other: Bounds) -> Bounds:
+        """What is inside this one and another."""
+        low, open_low = _tighter((self.low, self.open_low), (other.low, other.open_low), max)
+        high, open_high = _tighter((self.high, self.open_high), (other.high, other.open_high), min)
+        return Bounds(low, high, open_low, open_high)
+
     def negated(self) -> Bounds:
         """The interval of the negated numbers."""
         return Bounds(
@@ -64,6 +71,18 @@ class Bounds:
             self.open_high,
             self.open_low,
         )
+
+
+def _tighter(
+    a: tuple[Decimal | None, bool],
+    b: tuple[Decimal | None, bool],
+    best: Callable[[Decimal, Decimal], Decimal],
+) -> tuple[Decimal | None, bool]:
+    if a[0] is None or b[0] is None:
+        return b if a[0] is None else a
+    if a[0] == b[0]:
+        return a[0], a[1] or b[1]
+    return a if best(a[0], b[0]) == a[0] else b
 
 
 def integer_regex(low: int | None, high: int | None) -> str | None:
@@ -100,18 +119,12 @@ def decimal_regex(bounds: Bounds, exponents: bool = True) -> str | None:
     digits = _FRACTION_DIGITS if is_open else _CLOSED_DIGITS
     mirrored = bounds.negated()
     if mirrored.high is None or mirrored.high > 0:
-        part = _nonnegative(_above_zero(mirrored), digits)
+        part = _nonnegative(mirrored.both(Bounds(Decimal(0), open_low=True)), digits)
         parts += [f"-{part}"] if part else []
     if bounds.high is None or bounds.high > 0 or (bounds.high == 0 and not bounds.open_high):
         part = _nonnegative(bounds, digits)
         parts += [part] if part else []
     return f"({'|'.join(parts)})" if parts else None
-
-
-def _above_zero(bounds: Bounds) -> Bounds:
-    if bounds.low is None or bounds.low < 0:
-        return Bounds(Decimal(0), bounds.high, True, bounds.open_high)
-    return Bounds(bounds.low, bounds.high, bounds.open_low or bounds.low == 0, bounds.open_high)
 
 
 def _natural(low: int, high: int | None) -> str | None:
@@ -163,8 +176,7 @@ def _split(value: Decimal) -> tuple[int, str]:
 
 def _nonnegative(bounds: Bounds, digits: int) -> str | None:
     """A regex for non-negative decimals of so many digits inside the bounds."""
-    if bounds.low is None or bounds.low < 0:
-        bounds = Bounds(Decimal(0), bounds.high, False, bounds.open_high)
+    bounds = bounds.both(Bounds(Decimal(0)))
     if bounds.is_empty or bounds.low is None:
         return None
     low, low_fraction = _split(bounds.low)

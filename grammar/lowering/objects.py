@@ -303,7 +303,7 @@ def _texts(expr: Expr, resolver: Resolver) -> Dfa:
         if isinstance(shape, Strings):
             found.append(automaton(shape))
         elif isinstance(shape, Consts) and shape.kind == "string":
-            found.append(dfa.from_texts(_texts_of(shape)))
+            found.append(dfa.from_texts(json.loads(text) for _, text in shape.values))
     return dfa.any_of(found) if found else dfa.NONE
 
 
@@ -336,7 +336,3 @@ def _implies(one: tuple[Keys, Expr], other: tuple[Keys, Expr]) -> bool:
         and set(keys.exprs) >= set(others.exprs)
     )
     return inside and (wanted in (ANY, expr))
-
-
-def _texts_of(shape: Consts) -> list[str]:
-    return [json.loads(text) for _, text in shape.values]

@@ -122,7 +122,7 @@ class Resolver:
                 closed(shape, self) if isinstance(shape, Objects) else shape
                 for shape in self.shapes(expr)
             )
-            self._written[expr] = _unique(shape for shape in found if shape is not None)
+            self._written[expr] = tuple(dict.fromkeys(s for s in found if s is not None))
         return self._written[expr]
 
     @property
@@ -300,10 +300,6 @@ def _writes(shape: Shape, other: Shape) -> bool:
     if not isinstance(shape, Objects) or not isinstance(other, Objects) or not shape.closes:
         return True
     return other.closes is not False and other.stated <= shape.stated
-
-
-def _unique(shapes: Iterable[Shape]) -> Shapes:
-    return tuple(dict.fromkeys(shapes))
 
 
 def _structure(value: Any, expr: Callable[[Any, str], Expr]) -> Shape:

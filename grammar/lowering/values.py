@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from overlap_spec.errors import GrammarError
-from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
+from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError, uncircled
 from overlap_spec.grammar.lowering.resolver import Resolver
 from overlap_spec.grammar.lowering.shapes import (
     ANY,
@@ -193,18 +193,9 @@ def _strings(shape: Strings) -> int:
 
 def _ending(language: Dfa) -> dict[int, int]:
     """The states from which there are finitely many texts, and how many, at most MANY."""
-    before: dict[int, list[int]] = {}
-    left = [len(moves) for moves in language.moves]
-    for state, moves in enumerate(language.moves):
-        for _, _, to in moves:
-            before.setdefault(to, []).append(state)
     found: dict[int, int] = {}
-    pending = [state for state, count in enumerate(left) if count == 0]
-    for state in pending:
+    leads = {state: {to for *_, to in moves} for state, moves in enumerate(language.moves)}
+    for state in uncircled(leads):
         ways = ((high - low + 1) * found[to] for low, high, to in language.moves[state])
         found[state] = min(MANY, int(language.final[state]) + sum(ways))
-        for earlier in before.get(state, ()):
-            left[earlier] -= 1
-            if left[earlier] == 0:
-                pending.append(earlier)
     return found

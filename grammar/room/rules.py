@@ -17,13 +17,12 @@ import numpy.typing as npt
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.charset import intersect
 from overlap_spec.grammar.automata.regex_ast import (
-    Alternation,
     CharClass,
-    Concat,
     Node,
     Ref,
     Repetition,
     alternate,
+    mapped,
 )
 from overlap_spec.grammar.ir.network import Network
 from overlap_spec.grammar.ir.reach import ENDLESS, Thinking
@@ -165,15 +164,11 @@ def _shared(syntax: Syntax) -> Syntax:
         if isinstance(node, CharClass) and node.members and node.members[-1][1] > LAST_ASCII:
             short, long = intersect(node.members, ASCII), intersect(node.members, OTHERS)
             return alternate(CharClass(short), ref(CharClass(long))) if short else ref(node)
-        if isinstance(node, Concat):
-            return Concat(tuple(map(fold, node.parts)))
-        if isinstance(node, Alternation):
-            return Alternation(tuple(map(fold, node.ways)))
         if isinstance(node, Repetition):
             often = node.most is None or max(node.least, node.most) > MOST_COPIES
             body = ref(node.body) if often and not isinstance(node.body, Ref) else fold(node.body)
             return Repetition(body, node.least, node.most)
-        return node
+        return mapped(node, fold)
 
     rules = {name: fold(body) for name, body in syntax.rules.items()}
     while unread:
