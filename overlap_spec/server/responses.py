@@ -24,6 +24,7 @@ from overlap_spec.server.protocol import (
     Items,
     Label,
     Metadata,
+    ServiceTier,
     Strict,
 )
 from overlap_spec.server.service import (
@@ -153,6 +154,7 @@ class TextConfig(Strict):
     ) = None
 
     refused: ClassVar[Mapping[str, str]] = {"verbosity": "the model has no such switch"}
+    neutral: ClassVar[Mapping[str, Any]] = {"verbosity": "medium"}
 
 
 class ReasoningConfig(Strict):
@@ -243,10 +245,11 @@ class ResponsesBody(GenerationBody):
     store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier = Field(None, description="Accepted and not used.")
     user: Label | None = Field(None, description="Accepted and not used.")
     safety_identifier: Label | None = Field(None, description="Accepted and not used.")
     prompt_cache_key: Label | None = Field(None, description="Accepted and not used.")
+    prompt_cache_retention: Label | None = Field(None, description="Accepted and not used.")
     chat_template_kwargs: Annotated[dict[str, Any], Few] | None = Field(
         None, description="Switches of the model's chat template, such as enable_thinking."
     )

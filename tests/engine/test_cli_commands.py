@@ -142,7 +142,7 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
         ("generate go --tools {tmp}/half.json", "--tools {tmp}/half.json: the file is not JSON: "),
         ("generate go --tools {tmp}/tools.json {model}", "name it with --tool-call-parser"),
         ("generate go --output {tmp}/no/out.txt", "--output {tmp}/no/out.txt: no such file"),
-        ("generate go --top-p 2", "top_p must be a number in"),
+        ("generate go --top-p 2", "error: top_p must be a number in"),
         ("generate go --schema '{broken'", "schema"),
         ("generate go --regex a --choice b", "only one constraint"),
         ("generate go --model /nonexistent", "no such folder"),
@@ -150,6 +150,7 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
         ("generate go --speculative-algorithm medusa {model}", "must be one of"),
         ("batch {tmp}/none.jsonl out.jsonl", "none.jsonl: no such file"),
         ("serve a --model b", "name the model once"),
+        ("train --target {tmp} --data x.jsonl --out {tmp}/out", "not a Hugging Face checkpoint"),
     ],
 )  # fmt: skip
 def test_faults_of_the_command_line_are_one_line(
