@@ -152,7 +152,6 @@ class ChatBody(OpenAIBody):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: Metadata | None = Field(None, description="Accepted and not used.")
-    store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
     service_tier: ServiceTier = Field(None, description="Accepted and not used.")
     modalities: Items[Literal["text"]] | None = None
     safety_identifier: Label | None = Field(None, description="Accepted and not used.")
@@ -184,11 +183,16 @@ class ChatBody(OpenAIBody):
         **OpenAIBody.refused,
         "audio": "there is no audio",
         "prediction": "the draft head predicts",
+        "store": "nothing is ever stored",
         "verbosity": "the model has no such switch",
         "web_search_options": "there is no search",
         "echo": "it is for /v1/completions",
     }
-    neutral: ClassVar[Mapping[str, Any]] = {**OpenAIBody.neutral, "verbosity": "medium"}
+    neutral: ClassVar[Mapping[str, Any]] = {
+        **OpenAIBody.neutral,
+        "store": False,
+        "verbosity": "medium",
+    }
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters.

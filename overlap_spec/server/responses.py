@@ -242,7 +242,6 @@ class ResponsesBody(GenerationBody):
     metadata: Metadata | None = Field(
         None, description="At most 16 short texts, repeated in the response and not used."
     )
-    store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     service_tier: ServiceTier = Field(None, description="Accepted and not used.")
@@ -257,6 +256,7 @@ class ResponsesBody(GenerationBody):
     refused: ClassVar[Mapping[str, str]] = {
         "previous_response_id": NOT_STORED,
         "conversation": NOT_STORED,
+        "store": "nothing is ever stored",
         "prompt": "there are no stored prompts: send instructions and input",
         "max_tool_calls": "the caller's own tools alone are called, once a response",
         "context_management": "shorten the input",
@@ -265,6 +265,7 @@ class ResponsesBody(GenerationBody):
         "messages": "send input",
         "response_format": "send text.format",
     }
+    neutral: ClassVar[Mapping[str, Any]] = {"store": False}
 
     @property
     def with_logprobs(self) -> bool:

@@ -56,7 +56,6 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"functions": [{"name": "f"}], "tools": []}, "functions", "send tools"),
     (CHAT, {"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "functions", "'g'"),
     (CHAT, {"function_call": "auto"}, "function_call", "goes with functions"),
-    (CHAT, {"store": True}, "store", "False"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     (CHAT, {"guided_json": {}, "regex": "a"}, "guided_json", "send one constraint"),
     (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "without stream"),
@@ -78,7 +77,8 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"verbosity": "low"}, "verbosity", '"medium" is taken'),
     (RESPONSES, {}, "input", "required"),
     (RESPONSES, {"input": "x", "previous_response_id": "y"}, "previous_response_id", "stored"),
-    (RESPONSES, {"input": "x", "store": True}, "store", "False"),
+    (RESPONSES, {"input": "x", "store": True}, "store", "false is taken"),
+    (CHAT, {"store": True}, "store", "false is taken"),
     (RESPONSES, {"input": "x", "max_tokens": 1}, "max_tokens", "max_output_tokens"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
     (

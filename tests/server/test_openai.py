@@ -72,6 +72,7 @@ def test_what_asks_nothing_of_a_server_of_ones_own_is_taken(client: openai.OpenA
     for tier in ("flex", "priority"):
         given: dict[str, Any] = {"model": MODEL, "extra_body": more | {"service_tier": tier}}
         client.chat.completions.create(messages=MARIA, max_tokens=1, verbosity="medium", **given)  # type: ignore[call-overload]
+        given["extra_body"] |= {"parallel_tool_calls": False, "store": False}
         text = {"verbosity": "medium"}
         client.responses.create(input="Hi", max_output_tokens=16, text=text, **given)
 
