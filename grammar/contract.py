@@ -113,6 +113,11 @@ class Matcher(ABC):
         return 0
 
     @property
+    def is_led(self) -> bool:
+        """Whether narrowed masks led the text to an end, before which it had none to stop at."""
+        return False
+
+    @property
     def is_free(self) -> bool:
         """Whether it is inside a model's thinking, which may be any text."""
         return False

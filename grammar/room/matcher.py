@@ -105,6 +105,17 @@ class RoomMatcher(Around):
     def narrowed(self) -> int:
         return len(self._narrowed)
 
+    @property
+    def is_led(self) -> bool:
+        if not self._narrowed or not self.inner.is_complete:
+            return False
+        # Free text may end behind any character, which may be several tokens.
+        texts, last = self.vocabulary.text, 1
+        while last < len(self._tokens) and b"\x80" <= texts[self._tokens[-last]][:1] < b"\xc0":
+            last += 1
+        before = self._place(len(self._tokens) - last)
+        return before is None or before.rest > 0
+
     def fork(self) -> Matcher:
         twin = object.__new__(RoomMatcher)
         twin.__dict__.update(self.__dict__)

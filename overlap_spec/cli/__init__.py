@@ -46,7 +46,8 @@ def main() -> None:
         status = app(standalone_mode=False)
     except OverlapSpecError as error:
         param = getattr(error, "param", None)
-        print(f"error: {f'{param}: ' if param else ''}{error}", file=sys.stderr)
+        named = param and not str(error).startswith(param)
+        print(f"error: {f'{param}: ' if named else ''}{error}", file=sys.stderr)
         sys.exit(2)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)

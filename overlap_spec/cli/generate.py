@@ -74,7 +74,10 @@ def generate(
         outputs = [follow(engine, handle, write) for handle in handles]
         if trace is not None:
             engine.gather_spans()
-            engine.timeline.write_trace(trace)
+            try:
+                engine.timeline.write_trace(trace)
+            except OSError as error:
+                raise InvalidRequest(f"--trace {trace}: {reason(error)}") from None
     if stats:
         for made in outputs:
             figures = {"finish_reason": made.finish_reason, **made.stats.to_dict()}

@@ -30,13 +30,13 @@ def profile(**engine_flags: Any) -> None:
     from overlap_spec.engine.profile import profile as measure
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True) as bar:
+    config = EngineConfig.build(**engine_flags)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("measuring")
 
         def show_progress(done: tuple[int, int]) -> None:
             bar.update(task, completed=done[0], total=done[1])
 
-        config = EngineConfig.build(**engine_flags)
         model, path = measure(config, show_progress)
     table = Table("cost", "time", title="overlap-spec profile")
     for about, ms in costs(model):

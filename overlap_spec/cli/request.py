@@ -52,7 +52,11 @@ class ConstraintFlags:
 
     def asked(self) -> list[str]:
         """The flags of the constraints that are given."""
-        return [f"--{name.replace('_', '-')}" for name in KINDS if getattr(self, name)]
+        return [f"--{name.replace('_', '-')}" for name in KINDS if self._is_given(name)]
+
+    def _is_given(self, name: str) -> bool:
+        # An empty text too asks for something.
+        return getattr(self, name) not in (None, False, [])
 
     def grammar(self, model: str | None, additional_properties: str = "closed") -> Grammar | None:
         """The grammar of the flags, or None for free text.
@@ -88,7 +92,7 @@ class ConstraintFlags:
     def _constraint(self, layout: Any, additional: AdditionalProperties) -> Grammar | None:
         from overlap_spec.grammar.spec import Grammar
 
-        if self.schema:
+        if self.schema is not None:
             path = self.schema_file
             source = self.schema if path is None else read_text("--schema", path)
             return Grammar.json_schema(
@@ -99,7 +103,7 @@ class ConstraintFlags:
                 formats=cast("Formats", self.formats),
                 additional_properties=additional,
             )
-        if self.regex:
+        if self.regex is not None:
             return Grammar.regex(self.regex)
         if self.ebnf:
             return Grammar.ebnf(read_text("--ebnf", self.ebnf))

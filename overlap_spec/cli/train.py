@@ -32,6 +32,7 @@ def train(
 ) -> None:
     """Train a draft head for a target; the same command goes on after a stop."""
     import torch
+    from rich.console import Console
     from rich.progress import Progress
 
     from overlap_spec.training.own_head import train_head
@@ -41,7 +42,10 @@ def train(
     if threads is not None:
         torch.set_num_threads(threads)
     settings = HeadSettings(target, **flags)
-    with stops() as asked, Progress(*COLUMNS) as progress:
+    console = Console()
+    # Elsewhere it would end in an empty line, of bars that were never shown too.
+    shown = Progress(*COLUMNS, console=console, disable=not console.is_terminal)
+    with stops() as asked, shown as progress:
         bars = Bars(progress, asked)
         try:
             found = train_head(settings, pick_device(device), bars)

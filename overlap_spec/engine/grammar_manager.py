@@ -112,8 +112,7 @@ class GrammarManager:
         sequence.stats.narrowed_tokens = matcher.narrowed
         if sequence.finish_reason != "length":
             return
-        if matcher.narrowed and matcher.is_complete:
-            # It was led to its end, and is whole.
+        if matcher.is_led:
             sequence.finish_reason = "stop"
         elif matcher.is_untold:
             sequence.warnings += (UNTOLD,)

@@ -28,6 +28,7 @@ from overlap_spec.server.protocol import (
     Label,
     Metadata,
     OpenAIBody,
+    ServiceTier,
     Strict,
 )
 from overlap_spec.server.service import (
@@ -151,11 +152,11 @@ class ChatBody(OpenAIBody):
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     metadata: Metadata | None = Field(None, description="Accepted and not used.")
-    store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier = Field(None, description="Accepted and not used.")
     modalities: Items[Literal["text"]] | None = None
     safety_identifier: Label | None = Field(None, description="Accepted and not used.")
     prompt_cache_key: Label | None = Field(None, description="Accepted and not used.")
+    prompt_cache_retention: Label | None = Field(None, description="Accepted and not used.")
     functions: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = Field(
         None, deprecated=True, description="Deprecated: send tools."
     )
@@ -182,9 +183,15 @@ class ChatBody(OpenAIBody):
         **OpenAIBody.refused,
         "audio": "there is no audio",
         "prediction": "the draft head predicts",
+        "store": "nothing is ever stored",
         "verbosity": "the model has no such switch",
         "web_search_options": "there is no search",
         "echo": "it is for /v1/completions",
+    }
+    neutral: ClassVar[Mapping[str, Any]] = {
+        **OpenAIBody.neutral,
+        "store": False,
+        "verbosity": "medium",
     }
 
     def sampling(self) -> SamplingParams:
@@ -323,18 +330,18 @@ class ChatFormatter(Format):
 
     async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
         """The reply in chunks: for each choice its role, its deltas, and its finish reason."""
-        head = self._head("chat.completion.chunk")
-        if self.body.include_usage:
-            head["usage"] = None
+        head, tokens = self._head("chat.completion.chunk"), [0] * len(handles)
         assemblers = [self.conversation.assembler() for _ in handles]
         decoders = [TokenOrigins(self.tokenizer) for _ in handles]
         for index, handle in enumerate(handles):
             first = {"role": "assistant", "content": ""}
             choice = self._choice(index, {"delta": first})
             shown = self._prompt_ids(handle.request) if index == 0 else {}
-            yield head | {"choices": [choice]} | shown
+            yield head | self.body.usage_so_far(handle.request, 0) | {"choices": [choice]} | shown
         async for index, delta in interleaved(handles):
             assembler = assemblers[index]
+            tokens[index] += len(delta.token_ids)
+            now = head | self.body.usage_so_far(handles[index].request, tokens[index])
             pieces = assembler.take(delta)
             ids, logprobs = cut_stop(handles[index].request, delta)
             extra, own = decoders[index].chunk_fields(delta), self._token_ids(delta.token_ids)
@@ -345,11 +352,11 @@ class ChatFormatter(Format):
                 mine = (ids, logprobs) if number == 0 else ((), ())
                 choice = self._choice(index, {"delta": self._named(piece)}, *mine)
                 choice |= own if number == 0 else {}
-                yield head | {"choices": [choice]} | (extra if number == 0 else {})
+                yield now | {"choices": [choice]} | (extra if number == 0 else {})
             if delta.finish_reason is not None and delta.finish_reason != "error":
                 reason = self._reason(assembler, delta.finish_reason)
                 choice = self._choice(index, {"delta": {}}, reason=reason) | findings(delta)
-                yield head | {"choices": [choice]}
+                yield now | {"choices": [choice]}
         if self.body.include_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]
             yield head | {"choices": []} | usages(outputs, [handles[0].request])

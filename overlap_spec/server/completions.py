@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Request as HttpRequest
@@ -59,6 +60,9 @@ class CompletionBody(OpenAIBody):
     example: ClassVar[Mapping[str, Any]] = {"prompt": "The order AB-1234", "max_tokens": 8}
 
     prompt: Prompts
+    max_tokens: Count | None = Field(
+        None, description="0, with `echo`: score the prompt, and answer nothing."
+    )
     logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: Literal[""] | None = None
@@ -73,9 +77,13 @@ class CompletionBody(OpenAIBody):
         self.check_shown()
         if self.tells_prompt and self.stream and (self.n or 1) > 1:
             raise InvalidRequest("echo with logprobs in a stream goes without n", "n")
+        if self.max_tokens == 0 and (not self.echo or self.stream):
+            raise InvalidRequest("0 goes with echo: true, and without stream: true", "max_tokens")
         asked = [self.prompt_logprobs, self.logprobs if self.tells_prompt else None]
         return self.parameters(
-            max_tokens=self.max_tokens,
+            # A prompt is scored with the one token behind it, which is left out of the reply.
+            max_tokens=1 if self.max_tokens == 0 else self.max_tokens,
+            complete=False if self.max_tokens == 0 else self.complete,
             stop=self.stop,
             seed=self.seed,
             logit_bias=self.bias(),
@@ -167,6 +175,8 @@ class CompletionFormatter(Format):
     def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """The reply as one object."""
         choices = []
+        if self.body.max_tokens == 0:
+            outputs = [_scored(output) for output in outputs]
         for index, output in enumerate(outputs):
             # The first of those with the same prompt tells of it.
             told = outputs[index - index % self._count].prompt_logprobs
@@ -190,14 +200,14 @@ class CompletionFormatter(Format):
 
     async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
         """The reply in chunks: for each choice its prompt where it is echoed, and its pieces."""
-        with_usage = self.body.include_usage
-        head = self.head | ({"usage": None} if with_usage else {})
-        offsets, told = [0] * len(handles), [0] * len(handles)
+        head, so_far = self.head, self.body.usage_so_far
+        offsets, told, tokens = ([0] * len(handles) for _ in range(3))
         decoders = [TokenOrigins(self.tokenizer) for _ in handles]
         for index, text in enumerate(self._echoes):
             first = self._token_ids((), handles[index].request)
             if text or first:
-                yield head | {"choices": [_piece(index, text, None, None) | first]}
+                usage = so_far(handles[index].request, 0)
+                yield head | usage | {"choices": [_piece(index, text, None, None) | first]}
         async for index, delta in interleaved(handles):
             shown, entries = None, delta.prompt_logprobs or delta.logprobs
             if entries:
@@ -207,13 +217,15 @@ class CompletionFormatter(Format):
                     told[index] += len(entries)
                 shown = text_logprobs(self.tokenizer, ids, entries, offsets[index], top)
                 offsets[index] += sum(map(len, shown["tokens"]))
+            tokens[index] += len(delta.token_ids)
             reason = delta.finish_reason
             extra = decoders[index].chunk_fields(delta)
             own = self._token_ids(delta.token_ids) if delta.token_ids else {}
             if reason != "error" and (delta.text or shown or reason or extra or own):
                 choice = _piece(index, delta.text, shown, reason) | findings(delta) | own
-                yield head | {"choices": [choice]} | extra
-        if with_usage:
+                usage = so_far(handles[index].request, tokens[index])
+                yield head | usage | {"choices": [choice]} | extra
+        if self.body.include_usage:
             outputs = [handle.output for handle in handles if handle.output is not None]
             yield head | {"choices": []} | usages(outputs, self.requests)
 
@@ -228,6 +240,13 @@ class CompletionFormatter(Format):
             return {}
         prompt = {} if request is None else {"prompt_token_ids": list(request.prompt_ids)}
         return {"token_ids": list(ids), **prompt}
+
+
+def _scored(output: Output) -> Output:
+    """An output without its tokens."""
+    stats = replace(output.stats, output_tokens=0)
+    left = replace(output, finish_reason="length", stop_match=None, stats=stats)
+    return replace(left, text="", token_ids=(), logprobs=())
 
 
 def _piece(index: int, text: str, logprobs: Any, reason: str | None) -> dict[str, Any]:

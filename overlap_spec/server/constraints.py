@@ -144,9 +144,8 @@ class Constraints:
         tools, choice = ask.tools, ask.choice
         field, choice_field = ask.fields
         if not tools:
-            for name, value in ((choice_field, choice), ("parallel_tool_calls", ask.parallel)):
-                if field == "tools" and value not in (None, "none"):
-                    raise InvalidRequest(f"{name} goes with {field}", name)
+            if field == "tools" and choice not in (None, "none"):
+                raise InvalidRequest(f"{choice_field} goes with {field}", choice_field)
             return otherwise
         parser = self.settings.tool_call_parser
         if parser is None:

@@ -198,18 +198,19 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
-    """The deepest of pydantic's errors: in a union, that of the member that fits best.
+    """The deepest of pydantic's errors: in a union, that of the member that fits best, which in a
+    list got furthest, and whose type is that of the value.
 
     There are few: lists stop at their first wrong item, and no dict has more than some thousands.
     """
     items = error.errors()
     found = [(_where(i, error.body), i) for i in items]
-    where, item = max(found, key=lambda pair: pair[0].count(".") + pair[0].count("["))
+    where, item = max(found, key=_fit)
     own = item.get("ctx", {}).get("error")
     if isinstance(own, InvalidRequest):
         param = ".".join(part for part in (where, own.param) if part)
         return ApiError(400, str(own), param or None)
-    message = item["msg"]
+    message = item["msg"].replace(" after validation", "")
     if item["type"] == "extra_forbidden":
         message = "unknown field"
     elif item["type"] == "missing":
@@ -219,6 +220,13 @@ def from_validation(error: RequestValidationError) -> ApiError:
     elif item["type"] in ("model_attributes_type", "model_type") and not where:
         message = "the body must be a JSON object (Content-Type: application/json)"
     return ApiError(400, message, where or None)
+
+
+def _fit(found: tuple[str, Any]) -> tuple[int, list[int], bool]:
+    """How well the member of a union fits that one of pydantic's errors is of."""
+    where, item = found
+    places = [part for part in item["loc"] if isinstance(part, int)]
+    return where.count(".") + where.count("["), places, not item["type"].endswith("_type")
 
 
 def _where(item: Any, body: Any) -> str:

@@ -227,6 +227,7 @@ class CountBody(GenerationBody):
         "response_format": "send output_config.format",
         "output_format": "send output_config.format",
     }
+    neutral: ClassVar[Mapping[str, Any]] = {"mcp_servers": []}
 
     def parameters(self, **more: Any) -> SamplingParams:
         """See the base class; ``thinking.budget_tokens`` is the budget of the thinking."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -270,17 +271,27 @@ class BodyRequest(Request):
         the caller does with it is done in another."""
         body = await self.body()
         if len(body) <= LARGE_BODY:
-            return json.loads(body)
+            return _read(body)
         own_turn = self.scope[OWN_TURN]
         await own_turn()
-        data = _read(body)
+        with collector_off():
+            data = _read(body)
         await own_turn()
         return data
 
 
 def _read(body: bytes) -> Any:
-    with collector_off():
+    try:
         return json.loads(body)
+    except json.JSONDecodeError:
+        raise
+    except UnicodeDecodeError as error:
+        why = f"not UTF-8: byte {error.start} is {body[error.start]:#x}"
+    except RecursionError:
+        why = "nested too deeply"
+    except ValueError as error:
+        why = f"not read: {error}"
+    raise HTTPException(400, f"the body is {why}")
 
 
 class BodyRoute(APIRoute):

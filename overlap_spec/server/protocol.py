@@ -21,7 +21,7 @@ from pydantic_core import CoreSchema
 from overlap_spec.engine.input_processor import check_text
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.memory import collector_off
-from overlap_spec.types import SamplingParams
+from overlap_spec.types import Request, SamplingParams
 
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
@@ -42,6 +42,8 @@ def _few(data: Any) -> Any:
 
 
 Few = BeforeValidator(_few)
+# What OpenAI's accounts have; all are served alike.
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"] | None
 # As OpenAI bounds it: a response repeats it.
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
@@ -258,6 +260,9 @@ class StreamOptions(Strict):
     """What a stream has besides its output."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: the usage so far, of its choice, in each chunk."
+    )
     # OpenAI's padding against traffic analysis: accepted, and not added.
     include_obfuscation: bool | None = None
     include_token_origins: bool | None = Field(
@@ -386,6 +391,18 @@ class OpenAIBody(GenerationBody):
     def include_usage(self) -> bool:
         """Whether a stream ends in a chunk with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def usage_so_far(self, request: Request, tokens: int) -> dict[str, Any]:
+        """The ``usage`` of a chunk behind so many tokens of its choice: null where a last chunk has
+        it; nothing where it was not asked for."""
+        if not self.include_usage:
+            return {}
+        assert self.stream_options is not None
+        if not self.stream_options.continuous_usage_stats:
+            return {"usage": None}
+        prompt = len(request.prompt_ids)
+        counts = {"prompt_tokens": prompt, "completion_tokens": tokens}
+        return {"usage": counts | {"total_tokens": prompt + tokens}}
 
     @property
     def with_origins(self) -> bool:

@@ -24,6 +24,7 @@ from overlap_spec.server.protocol import (
     Items,
     Label,
     Metadata,
+    ServiceTier,
     Strict,
 )
 from overlap_spec.server.service import (
@@ -153,6 +154,7 @@ class TextConfig(Strict):
     ) = None
 
     refused: ClassVar[Mapping[str, str]] = {"verbosity": "the model has no such switch"}
+    neutral: ClassVar[Mapping[str, Any]] = {"verbosity": "medium"}
 
 
 class ReasoningConfig(Strict):
@@ -240,13 +242,13 @@ class ResponsesBody(GenerationBody):
     metadata: Metadata | None = Field(
         None, description="At most 16 short texts, repeated in the response and not used."
     )
-    store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier = Field(None, description="Accepted and not used.")
     user: Label | None = Field(None, description="Accepted and not used.")
     safety_identifier: Label | None = Field(None, description="Accepted and not used.")
     prompt_cache_key: Label | None = Field(None, description="Accepted and not used.")
+    prompt_cache_retention: Label | None = Field(None, description="Accepted and not used.")
     chat_template_kwargs: Annotated[dict[str, Any], Few] | None = Field(
         None, description="Switches of the model's chat template, such as enable_thinking."
     )
@@ -254,6 +256,7 @@ class ResponsesBody(GenerationBody):
     refused: ClassVar[Mapping[str, str]] = {
         "previous_response_id": NOT_STORED,
         "conversation": NOT_STORED,
+        "store": "nothing is ever stored",
         "prompt": "there are no stored prompts: send instructions and input",
         "max_tool_calls": "the caller's own tools alone are called, once a response",
         "context_management": "shorten the input",
@@ -262,6 +265,7 @@ class ResponsesBody(GenerationBody):
         "messages": "send input",
         "response_format": "send text.format",
     }
+    neutral: ClassVar[Mapping[str, Any]] = {"store": False}
 
     @property
     def with_logprobs(self) -> bool:

@@ -142,14 +142,18 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
         ("generate go --tools {tmp}/half.json", "--tools {tmp}/half.json: the file is not JSON: "),
         ("generate go --tools {tmp}/tools.json {model}", "name it with --tool-call-parser"),
         ("generate go --output {tmp}/no/out.txt", "--output {tmp}/no/out.txt: no such file"),
-        ("generate go --top-p 2", "top_p must be a number in"),
+        ("generate go --top-p 2", "error: top_p must be a number in"),
         ("generate go --schema '{broken'", "schema"),
+        ("generate go --schema ''", "the schema is not JSON"),
+        ("generate go --regex '' --choice b", "only one constraint"),
+        ("profile --max-running-requests 0", "max_running_requests must be"),
         ("generate go --regex a --choice b", "only one constraint"),
         ("generate go --model /nonexistent", "no such folder"),
         ("generate go --overlap sometimes {model}", "overlap"),
         ("generate go --speculative-algorithm medusa {model}", "must be one of"),
         ("batch {tmp}/none.jsonl out.jsonl", "none.jsonl: no such file"),
         ("serve a --model b", "name the model once"),
+        ("train --target {tmp} --data x.jsonl --out {tmp}/out", "not a Hugging Face checkpoint"),
     ],
 )  # fmt: skip
 def test_faults_of_the_command_line_are_one_line(
@@ -173,6 +177,14 @@ def test_faults_of_the_command_line_are_one_line(
     (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
     assert words in line
+
+
+def test_a_trace_that_cannot_be_written_is_one_line(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "no" / "trace.json"
+    assert run(monkeypatch, f"generate go {model} --max-tokens 2 --trace {trace}") == 2
+    assert capsys.readouterr().err == f"error: --trace {trace}: no such file or directory\n"
 
 
 def test_a_taken_port_is_one_line(

@@ -186,6 +186,28 @@ def test_a_text_with_room_begins_before_its_rests_are_told(engine: Engine) -> No
     engine.release([handle])
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_free_text_is_cut_and_a_call_in_it_is_whole(engine: Engine, temperature: float) -> None:
+    tools = [{"name": "f", "parameters": {"type": "object", "required": ["a"],
+        "properties": {"a": {"type": "string"}}, "additionalProperties": False}}]  # fmt: skip
+    grammar = Grammar.tools([{"type": "function", "function": t} for t in tools], format="hermes")
+    for seed in range(6):
+        output = both(engine, grammar, max_tokens=9, temperature=temperature, seed=seed)
+        assert output.stats.narrowed_tokens > 0
+        assert "<tool_call>" not in output.text
+        # The engine's own stop token may come earlier.
+        reason = "length" if len(output.token_ids) == 9 else "stop"
+        assert output.finish_reason == reason
+        free = engine.generate(
+            "go", grammar, max_tokens=9, temperature=temperature, seed=seed, complete=False
+        )
+        assert len(free.token_ids) == len(output.token_ids)
+    # Two texts where one may end: the second is led to its end.
+    led = Grammar.regex("[ab]{5}|[ab]{5}(,c{5})+d")
+    output = both(engine, led, max_tokens=12, temperature=temperature)
+    assert output.finish_reason == "stop"
+
+
 def test_a_stop_string_ends_an_output_where_it_stands(engine: Engine) -> None:
     most = needed(engine, GRAMMAR)
     output = engine.generate("go", GRAMMAR, max_tokens=most, stop=['"tags"'])

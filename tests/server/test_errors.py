@@ -56,7 +56,6 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"functions": [{"name": "f"}], "tools": []}, "functions", "send tools"),
     (CHAT, {"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "functions", "'g'"),
     (CHAT, {"function_call": "auto"}, "function_call", "goes with functions"),
-    (CHAT, {"store": True}, "store", "False"),
     (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     (CHAT, {"guided_json": {}, "regex": "a"}, "guided_json", "send one constraint"),
     (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "without stream"),
@@ -68,9 +67,18 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
         "continue_final_message",
         "send one of them",
     ),
+    (TEXT, {"prompt": []}, "prompt", "at least 1 item"),
+    (TEXT, {"prompt": [[]]}, "prompt[0]", "at least 1 item"),
+    (TEXT, {"prompt": ["a", 1]}, "prompt[1]", "string"),
+    (TEXT, {"prompt": [1, "a"]}, "prompt[1]", "integer"),
+    (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", "echo: true"),
+    (TEXT, {"prompt": "a", "max_tokens": 0, "echo": True, "stream": True}, "max_tokens", "stream"),
+    (CHAT, {"max_tokens": 0}, "max_tokens", "equal to 1"),
+    (CHAT, {"verbosity": "low"}, "verbosity", '"medium" is taken'),
     (RESPONSES, {}, "input", "required"),
     (RESPONSES, {"input": "x", "previous_response_id": "y"}, "previous_response_id", "stored"),
-    (RESPONSES, {"input": "x", "store": True}, "store", "False"),
+    (RESPONSES, {"input": "x", "store": True}, "store", "false is taken"),
+    (CHAT, {"store": True}, "store", "false is taken"),
     (RESPONSES, {"input": "x", "max_tokens": 1}, "max_tokens", "max_output_tokens"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
     (
@@ -156,7 +164,6 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     (TEXT, {}, "prompt", "required"),
     (TEXT, {"prompt": [9999]}, "prompt", "outside the vocabulary"),
-    (TEXT, {"prompt": ["a", 7]}, "prompt[0]", ""),
     (TEXT, {"prompt": ["a"] * 200}, "n", "max_choices"),
     (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", ""),
     (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True, "n": 2}, "n", "without n"),
@@ -194,9 +201,11 @@ def test_wrong_requests_name_the_field(
 def test_bodies_that_are_no_json_objects(server: Server) -> None:
     for content in (b"", b"{", b"[]", b"7", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000):
         error_of(server.post(CHAT, content))
+    latin = '{"messages":[{"role":"user","content":"caf\xe9"}]}'.encode("latin-1")
+    assert "not UTF-8: byte 42 is 0xe9" in error_of(server.post(CHAT, latin))["message"]
     error_of(httpx.post(server.url + CHAT, content=b'{"messages":[]}'))
     deep = '{"messages":[{"role":"user","content":"x"}],"tools":' + "[" * 9000 + "]" * 9000 + "}"
-    error_of(server.post(CHAT, deep))
+    assert "nested too deeply" in error_of(server.post(CHAT, deep))["message"]
     lone = '{"messages":[{"role":"user","content":"\\ud800"}]}'
     assert "not valid Unicode" in error_of(server.post(CHAT, lone))["message"]
     lone = (

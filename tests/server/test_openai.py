@@ -41,6 +41,42 @@ class Person(BaseModel):
     city: str
 
 
+def usage_of(chunk: dict[str, Any]) -> int:
+    usage = chunk["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    count: int = usage["completion_tokens"]
+    return count
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_tells_its_usage_so_far_as_vllm_does(server: Server, path: str) -> None:
+    told = {"messages": MARIA} if path.endswith("chat/completions") else {"prompt": ["a", "b"]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    n = 2 if "messages" in told else 1
+    body = told | {"max_tokens": 9, "n": n, "stream": True, "stream_options": options}
+    *chunks, last = server.events(path, body)
+    assert not last["choices"]
+    ends = []
+    for index in range(2):
+        counts = [usage_of(c) for c in chunks if c["choices"][0]["index"] == index]
+        assert counts == sorted(counts)
+        ends.append(counts[-1])
+    assert sum(ends) == usage_of(last)
+    plain = server.events(path, body | {"stream_options": {"include_usage": True}})
+    assert [chunk["usage"] for chunk in plain[:-1]] == [None] * (len(plain) - 1)
+    assert all("usage" not in c for c in server.events(path, body | {"stream_options": {}}))
+
+
+def test_what_asks_nothing_of_a_server_of_ones_own_is_taken(client: openai.OpenAI) -> None:
+    more = {"prompt_cache_retention": "24h", "prompt_cache_key": "k", "safety_identifier": "s"}
+    for tier in ("flex", "priority"):
+        given: dict[str, Any] = {"model": MODEL, "extra_body": more | {"service_tier": tier}}
+        client.chat.completions.create(messages=MARIA, max_tokens=1, verbosity="medium", **given)  # type: ignore[call-overload]
+        given["extra_body"] |= {"parallel_tool_calls": False, "store": False}
+        text = {"verbosity": "medium"}
+        client.responses.create(input="Hi", max_output_tokens=16, text=text, **given)
+
+
 def test_models_name_their_context(client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == MODEL

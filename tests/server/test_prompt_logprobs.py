@@ -52,6 +52,17 @@ def test_echo_has_the_prompts_first(client: openai.OpenAI, server: Server) -> No
     assert lengths == [len(token) for token in whole.tokens[:-1]]
 
 
+def test_a_prompt_is_scored_without_an_answer(server: Server) -> None:
+    for more in ({}, {"regex": "a{9}"}):
+        scored = ask(server, TEXT, echo=True, logprobs=2, max_tokens=0, **more)
+        longer = ask(server, TEXT, echo=True, logprobs=2, max_tokens=1)["choices"][0]
+        (choice,) = scored["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (SAID, "length")
+        assert scored["usage"]["completion_tokens"] == 0
+        for name, values in choice["logprobs"].items():
+            assert values == longer["logprobs"][name][:-1]
+
+
 def test_a_prompt_is_as_probable_as_its_tokens_were_when_written(server: Server) -> None:
     """Greedy and free: the output's log-probabilities are the model's own."""
     told = ask(server, TEXT, logprobs=1, max_tokens=12, return_token_ids=True)["choices"][0]
