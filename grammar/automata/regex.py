@@ -216,18 +216,6 @@ class Pattern:
             return found
         return max(int(low), self.most if found is None else min(found, self.most))
 
-    def as_repeat(self) -> tuple[Ranges, int, int | None] | None:
-        """Characters and bounds of a pattern like `^[…]{m,n}$`; None for any other."""
-        items = list(self._parsed)
-        if len(items) != 3 or not _is_start(items[0]) or not _is_end(items[2]):
-            return None
-        if str(items[1][0]) not in ("MAX_REPEAT", "MIN_REPEAT"):
-            return None
-        low, high, body = items[1][1]
-        if len(body) != 1 or str(body[0][0]) not in ("IN", "LITERAL", "NOT_LITERAL"):
-            return None
-        return self._set(body[0]), int(low), _bound(high)
-
     def _around(self, escape: Escape, left: Node, right: Node) -> Node:
         ways = []
         for items in _alternatives(list(self._parsed)):

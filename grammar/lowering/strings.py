@@ -9,13 +9,26 @@ from functools import lru_cache
 from overlap_spec.grammar.automata import dfa
 from overlap_spec.grammar.automata.charset import ALL, Ranges
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
-from overlap_spec.grammar.automata.escape import ANY_TEXT, Escape, in_json
+from overlap_spec.grammar.automata.escape import ANY_TEXT, Escape, in_json, plain
 from overlap_spec.grammar.automata.regex import Pattern
-from overlap_spec.grammar.automata.regex_ast import Node, Repetition
+from overlap_spec.grammar.automata.regex_ast import (
+    Alternation,
+    CharClass,
+    Concat,
+    Node,
+    Repetition,
+    alternate,
+    concat,
+    mapped,
+    parts_of,
+)
 from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.shapes import Strings
 from overlap_spec.grammar.schemas import formats
+
+# Turns of a repetition, and alternatives of a pattern, up to which each is spelt out.
+_FEW_TURNS, _MOST_WAYS = 3, 32
 
 
 def string_language(
@@ -115,13 +128,73 @@ def _pattern(pattern: Pattern, least: int, most: int | None, escape: Escape) -> 
     low, high = pattern.width()
     if least <= low and (most is None or (high is not None and high <= most)):
         return pattern.found(escape)
-    simple = pattern.as_repeat()
-    if simple is None:
+    ways = _of_length(pattern.found(plain), least, most)
+    return alternate(*(_written(way, escape) for way in ways)) if ways else None
+
+
+def _of_length(node: Node, least: int, most: int | None) -> list[Node]:
+    """The texts of an expression over characters that have so many, as alternatives; none where no
+    bounds of its repetitions tell how many."""
+    found: list[Node] = []
+    for parts in _spelt(node):
+        widths = [_width(part) for part in parts]
+        fixed, loops = sum(width or 0 for width in widths), widths.count(None)
+        low, high = least - fixed, None if most is None else most - fixed
+        if loops > 1:
+            return []
+        if loops:
+            at = widths.index(None)
+            loop = parts[at]
+            assert isinstance(loop, Repetition)
+            tops = [bound for bound in (loop.most, high) if bound is not None]
+            low, high = max(loop.least, low), min(tops, default=None)
+            if high is None or low <= high:
+                counted = Repetition(loop.body, low, high)
+                found.append(concat(*parts[:at], counted, *parts[at + 1 :]))
+        elif low <= 0 and (high is None or high >= 0):
+            found.append(concat(*parts))
+    return found
+
+
+def _spelt(node: Node) -> list[tuple[Node, ...]]:
+    """An expression as alternatives of parts that have one width, or repeat one character; none if
+    that are too many, or cannot be said so."""
+    if _width(node) is not None:
+        return [(node,)]
+    if isinstance(node, Alternation):
+        ways = [_spelt(way) for way in node.ways]
+        return [parts for way in ways for parts in way] if all(ways) else []
+    if isinstance(node, Concat):
+        found: list[tuple[Node, ...]] = [()]
+        for part in node.parts:
+            found = [(*head, *tail) for head in found for tail in _spelt(part)]
+            if not 0 < len(found) <= _MOST_WAYS:
+                return []
+        return found
+    assert isinstance(node, Repetition)
+    if node.most is not None and node.most - node.least <= _FEW_TURNS:
+        turns = range(node.least, node.most + 1)
+        return [parts for count in turns for parts in _spelt(concat(*[node.body] * count))]
+    return [(node,)] if _width(node.body) == 1 else []
+
+
+def _width(node: Node) -> int | None:
+    """How many characters all texts of an expression have; None if not all have as many."""
+    if isinstance(node, CharClass):
+        return 1
+    widths = [_width(part) for part in parts_of(node)]
+    if None in widths:
         return None
-    members, low, high = simple
-    char = escape(members)
-    tops = [bound for bound in (high, most) if bound is not None]
-    low, high = max(low, least), min(tops) if tops else None
-    if char is None or (high is not None and low > high):
-        return None
-    return Repetition(char, low, high)
+    known = [width for width in widths if width is not None]
+    if isinstance(node, Concat):
+        return sum(known)
+    if isinstance(node, Repetition):
+        return node.least * known[0] if node.least == node.most else None
+    return known[0] if len(set(known)) == 1 else None
+
+
+def _written(node: Node, escape: Escape) -> Node:
+    """An expression over characters as it is written."""
+    if isinstance(node, CharClass):
+        return escape(node.members) or CharClass(())
+    return mapped(node, lambda part: _written(part, escape))
