@@ -13,7 +13,12 @@ from jsonschema import Draft4Validator, Draft7Validator, Draft202012Validator, v
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar
+from overlap_spec.grammar.automata.dfa import NONE, Dfa, both, from_node, neither
+from overlap_spec.grammar.automata.escape import plain
+from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering.lower import lower
+from overlap_spec.grammar.lowering.shapes import Strings
+from overlap_spec.grammar.lowering.strings import automaton, string_language
 from tests.support.grammars import by_bytes, takes
 
 D4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
@@ -204,6 +209,41 @@ def test_recursion_through_combined_schemas() -> None:
     assert wrong(schema, values) == []
     both = {"allOf": [{"$ref": "#/$defs/t"}, {"not": {"const": 1}}], "$defs": schema["$defs"]}
     assert wrong(both, values) == []
+
+
+LENGTHS = [(0, 0), (1, 1), (0, 5), (2, 9), (0, 30), (5, None)]
+BESIDE_LENGTHS = [
+    "^a", "a$", "^https?://", r"^\S.*\S$", "^(foo|ba)-", "^a|b$", "^(a|bc){0,2}x*$", "^.{3}x",
+    "^[A-Z]{2,4}-[0-9]+$", "^a?b?c?", "^(a|b*)$", "^a{2}|^b{0,40}$", "^(a?){2}b*", "^[ab]{5}c", "^.*$", "aa$",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", BESIDE_LENGTHS)
+def test_a_pattern_beside_lengths_is_an_expression_of_the_same_texts(pattern: str) -> None:
+    for least, most in LENGTHS:
+        shape = Strings(least, most, (pattern,))
+        found, wanted = string_language(shape, "$", plain) or NONE, automaton(shape)
+        assert not isinstance(found, Except)
+        made = found if isinstance(found, Dfa) else from_node(found)
+        assert both(made, neither(wanted)).is_empty
+        assert both(wanted, neither(made)).is_empty
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize(
+    ("pattern", "most", "head"),
+    [("^/", 255, "/"), ("^https?://", 2048, "http://"), ("^x", 65535, "x")],
+)
+def test_a_prefix_beside_a_large_bound_compiles(
+    backend: str, pattern: str, most: int, head: str
+) -> None:
+    schema = {"type": "string", "pattern": pattern, "maxLength": most}
+    compiled = by_bytes(backend).compile(Grammar.json_schema(schema))
+    assert takes(compiled, json.dumps(head + "a" * 90))
+    assert not takes(compiled, json.dumps("a" + head))
+    if most < 300:
+        assert takes(compiled, json.dumps(head + "a" * (most - len(head))))
+        assert not takes(compiled, json.dumps(head + "a" * (most - len(head) + 1)))
 
 
 def random_schema(rng: random.Random, depth: int) -> Any:
