@@ -119,8 +119,14 @@ def _count(plain: Schema, keyword: str) -> int | None:
     return None if plain.get(keyword) is None else int(plain[keyword])
 
 
+def _most(plain: Schema, keyword: str) -> int | None:
+    count = _count(plain, keyword)
+    # No text is as long, and the libraries do not count so far.
+    return None if count is None or count >= 2**31 else count
+
+
 def _string(plain: Schema, path: str) -> Strings | None:
-    least, most = _count(plain, "minLength") or 0, _count(plain, "maxLength")
+    least, most = _count(plain, "minLength") or 0, _most(plain, "maxLength")
     if most is not None and least > most:
         return None
     found = [plain.get("pattern"), formats.pattern(plain.get("format", ""))]
@@ -144,9 +150,9 @@ def _array(plain: Schema, path: str, source: Document) -> Arrays:
     if "contains" in plain:
         item = source.expr(plain["contains"], json_path(path, "contains"))
         least = _count(plain, "minContains")
-        one = Contains(0, item, 1 if least is None else least, _count(plain, "maxContains"))
+        one = Contains(0, item, 1 if least is None else least, _most(plain, "maxContains"))
         contains = (one,) if one.least or one.most is not None else ()
-    least, most = _count(plain, "minItems") or 0, _count(plain, "maxItems")
+    least, most = _count(plain, "minItems") or 0, _most(plain, "maxItems")
     return Arrays(prefix, rest, least, most, bool(plain.get("uniqueItems")), contains)
 
 
@@ -169,7 +175,7 @@ def _object(plain: Schema, path: str, source: Document) -> Objects | None:
     if names != ANY:
         rules.append((Keys(exprs=(names,), inverted=True), NOTHING))
     required = plain.get("required", [])
-    least, most = _count(plain, "minProperties") or 0, _count(plain, "maxProperties")
+    least, most = _count(plain, "minProperties") or 0, _most(plain, "maxProperties")
     if most is not None and least > most:
         return None
     wanted = tuple(dict.fromkeys(required)) if isinstance(required, list) else ()

@@ -214,7 +214,8 @@ def test_recursion_through_combined_schemas() -> None:
 LENGTHS = [(0, 0), (1, 1), (0, 5), (2, 9), (0, 30), (5, None)]
 BESIDE_LENGTHS = [
     "^a", "a$", "^https?://", r"^\S.*\S$", "^(foo|ba)-", "^a|b$", "^(a|bc){0,2}x*$", "^.{3}x",
-    "^[A-Z]{2,4}-[0-9]+$", "^a?b?c?", "^(a|b*)$", "^a{2}|^b{0,40}$", "^(a?){2}b*", "^[ab]{5}c", "^.*$", "aa$",
+    "^[A-Z]{2,4}-[0-9]+$", "^a?b?c?", "^(a|b*)$", "^a{2}|^b{0,40}$", "^(a?){2}b*", "^[ab]{5}c",
+    "^.*$", "aa$",
 ]  # fmt: skip
 
 
@@ -244,6 +245,16 @@ def test_a_prefix_beside_a_large_bound_compiles(
     if most < 300:
         assert takes(compiled, json.dumps(head + "a" * (most - len(head))))
         assert not takes(compiled, json.dumps(head + "a" * (most - len(head) + 1)))
+
+
+@pytest.mark.parametrize("keyword", ["maxLength", "maxItems", "maxProperties", "maxContains"])
+def test_a_bound_that_no_text_reaches_is_none(keyword: str) -> None:
+    schema = {
+        keyword: 10**12,
+        "contains": {"type": "integer"},
+        "type": ["string", "array", "object"],
+    }
+    assert wrong(schema, EVERYTHING) == []
 
 
 def random_schema(rng: random.Random, depth: int) -> Any:
