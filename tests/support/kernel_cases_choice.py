@@ -412,7 +412,9 @@ def legal_candidates(draw: Draw, device: torch.device) -> None:
         offsets = torch.arange(own, device=device)
         draft_ids = torch.full((vocab,), -1, device=device)
         draft_ids[::2] = offsets
-    logits, k, noise = i.normal(rows, own), i.size(1, min(own, 9)), None
+    # Of numbers that are alike either may be drafted.
+    ranks = torch.stack([i.distinct(own, own) for _ in range(rows)])
+    logits, k, noise = ((ranks - own // 2) / 4).to(i.dtype), i.size(1, min(own, 9)), None
     if draw(st.booleans()):
         noise = kernels.Noise(i.integers(0, 3, rows).float(), _keys(i, rows))
     given: tuple[object, ...] = logits, k, standing, offsets, draft_ids, noise
