@@ -172,10 +172,15 @@ def _spelt(node: Node) -> list[tuple[Node, ...]]:
                 return []
         return found
     assert isinstance(node, Repetition)
-    if node.most is not None and node.most - node.least <= _FEW_TURNS:
-        turns = range(node.least, node.most + 1)
-        return [parts for count in turns for parts in _spelt(concat(*[node.body] * count))]
-    return [(node,)] if _width(node.body) == 1 else []
+    least, most, width = node.least, node.most, _width(node.body)
+    if most is not None and most - least <= _FEW_TURNS:
+        turns = range(least, most + 1)
+        if width is not None:
+            return [(Repetition(node.body, count, count),) for count in turns]
+        if most <= _MOST_WAYS:
+            ways = [_spelt(concat(*[node.body] * count)) for count in turns]
+            return [parts for way in ways for parts in way] if all(ways) else []
+    return [(node,)] if width == 1 else []
 
 
 def _width(node: Node) -> int | None:
