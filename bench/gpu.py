@@ -249,21 +249,28 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def graph_us(work: Work, choice: str, sets: list[tuple[Any, ...]]) -> Callable[[], float]:
-    """A measurement of microseconds a call, by replays of a graph of many calls."""
-    with use(choice), torch.inference_mode():
-        for args in sets:
-            work.operation(*args)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+    """A measurement of microseconds a call, by replays of a graph of many calls where it can be
+    captured."""
+
+    def calls() -> None:
+        with use(choice), torch.inference_mode():
             for index in range(CALLS):
                 work.operation(*sets[index % len(sets)])
+
+    calls()
+    torch.cuda.synchronize()
+    run: Callable[[], None] = calls
+    if choice != "reference" or not work.reference_reads:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        run = graph.replay
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def sample() -> float:
-        graph.replay()
+        run()
         start.record()
-        graph.replay()
+        run()
         end.record()
         end.synchronize()
         elapsed_ms: float = start.elapsed_time(end)

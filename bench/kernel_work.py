@@ -39,6 +39,7 @@ class Work:
         draw: Makes the arguments.
         bytes, flops: The least that must be moved and computed.
         config: The entry of the tuning tables that rules it; None: there is none.
+        reference_reads: Whether its reference waits for a value, and cannot be captured.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Work:
     bytes: int
     flops: int = 0
     config: str | None = None
+    reference_reads: bool = False
 
 
 class Draw:
@@ -310,6 +312,7 @@ def experts(d: Draw, rows: int) -> Work:
         min(picks, EXPERTS) * matrices * d.dtype.itemsize,
         2 * picks * matrices,
         config="experts/many" if picks > MANY * EXPERTS else "experts",
+        reference_reads=True,
     )
 
 

@@ -68,14 +68,19 @@ class CudaGraph(Recorded):
         inputs: Kept: a call copies into them what is not there already, so that one graph's
             outputs can be another one's inputs.
         pool: Memory that graphs replayed one after the other share.
-        into: Where the outputs are written to, of which graphs may share some; None: to the pool,
-            where nothing else may be then.
+        into: Where the outputs are written to, of which graphs may share some; None: to memory of
+            their own.
     """
 
     def __init__(self, work: Work, inputs: Tensors, pool: Any, into: Tensors | None = None) -> None:
-        # Kernels are compiled and libraries set up by a run that is not captured.
-        work(*inputs)
-        self._inputs, self._graph = inputs, torch.cuda.CUDAGraph()
+        # Calls write to them, and others to the outputs: of an expanded tensor each element needs
+        # its own memory.
+        self._inputs = inputs = tuple(x.contiguous() for x in inputs)
+        # Kernels are compiled and libraries set up by a run that is not captured. Its outputs lie
+        # outside the pool, where each graph overwrites what others have left.
+        outputs = tuple(x.contiguous() for x in work(*inputs))
+        self._outputs = outputs if into is None else into
+        self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             self._graph,
             pool,
@@ -83,11 +88,8 @@ class CudaGraph(Recorded):
             # Other threads may allocate meanwhile.
             capture_error_mode="thread_local",
         ):
-            # Others may write there: of an expanded tensor each element needs its own memory.
-            outputs = tuple(x.contiguous() for x in work(*inputs))
-            for own, new in zip(into or (), outputs, strict=into is not None):
+            for own, new in zip(self._outputs, work(*inputs), strict=True):
                 own.copy_(new)
-            self._outputs = outputs if into is None else into
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         for own, given in zip(self._inputs, inputs, strict=True):

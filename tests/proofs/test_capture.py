@@ -19,9 +19,10 @@ from overlap_spec.engine.grammar_drafts import wide_tier
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.cuda_graphs import CudaGraphs
+from overlap_spec.worker.graphs import CudaGraph
 from overlap_spec.worker.model_runner import ModelRunner
 from tests.support import checkpoints
-from tests.support.capture import Capture, CaptureError, as_on_a_gpu, engine_of
+from tests.support.capture import Capture, CaptureError, as_on_a_gpu, engine_of, is_expanded
 from tests.support.checkpoints import renumber
 from tests.support.layouts import LAYOUTS, write
 from tests.support.models import HYBRID
@@ -122,6 +123,10 @@ def captured(
     with as_on_a_gpu(worker) as (capture, graphs, launches):
         count = record(graphs, tiers_of(engine), sizes)
         fault, worker.guard.fault = worker.guard.fault, None
+        for graph in graphs._known.values():
+            if isinstance(graph, CudaGraph):
+                held = (*graph._inputs, *graph._outputs)
+                assert not any(is_expanded(x) or capture.in_pool(x) for x in held)
     return capture, count, launches, fault
 
 

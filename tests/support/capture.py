@@ -10,6 +10,7 @@ it raises at what a capture cannot hold.
 - Nothing goes up from the host or down to it: pageable memory would be waited for, and pinned
   memory would be read again at every replay, whoever owns it then.
 - The host pins no memory and waits for no stream or event.
+- Nothing that a graph takes or gives is expanded, or lies in the memory that graphs share.
 """
 
 from __future__ import annotations
@@ -72,6 +73,12 @@ class Capture(TorchDispatchMode):
         self.recording = False
         self.graphs = self.operations = 0
         self.refused: list[str] = []
+        self._pool: dict[int, object] = {}
+
+    def in_pool(self, x: Tensor) -> bool:
+        """Whether ``x`` lies in memory that a capture has allocated, where any other graph of the
+        pool may write."""
+        return x.untyped_storage()._cdata in self._pool
 
     def refuse(self, why: str) -> None:
         """Raise where a graph is being captured."""
@@ -100,11 +107,18 @@ class Capture(TorchDispatchMode):
         if made is not NotImplemented:
             return made
         self.operations += 1
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        for x in _tensors(found):
+            storage = x.untyped_storage()
+            if storage._cdata not in given:
+                # Held, so that no other one gets its number.
+                self._pool[storage._cdata] = storage
+        return found
 
     def _check(self, func: Any, args: Any, kwargs: Any) -> None:
         name, packet = str(func), func.overloadpacket
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        given = _tensors((args, kwargs))
         on_host = [x for x in given if x.device.type == "cpu"]
         on_device = len(given) > len(on_host)
         if kwargs.get("pin_memory") or packet in (aten.pin_memory, aten._pin_memory):
@@ -123,16 +137,20 @@ class Capture(TorchDispatchMode):
             target = args[0].device.type
         if target == "cpu" and on_device:
             self.refuse(f"{name} goes down to the host")
-        if packet == aten.copy_ and 0 in _strides(args[0]):
+        if packet == aten.copy_ and is_expanded(args[0]):
             self.refuse(f"{name} writes to elements that share their memory")
         goes_up = target == DEVICE.type or on_device
         if goes_up and any(x.dim() or packet in COPIES for x in on_host):
             self.refuse(f"{name} comes up from the host")
 
 
-def _strides(x: Tensor) -> list[int]:
-    """Of the dimensions that have several elements."""
-    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
+
+
+def is_expanded(x: Tensor) -> bool:
+    """Whether several elements share their memory."""
+    return any(n > 1 and step == 0 for n, step in zip(x.shape, x.stride(), strict=True))
 
 
 class Kernels(TorchDispatchMode):
