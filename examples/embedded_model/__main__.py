@@ -64,8 +64,10 @@ OWN_OUTPUTS = (("extraction", 512, 128), ("tool_call", 160, 80), ("gsm8k", 256, 
 # By device: the processor's cache holds a small batch; a GPU waits for launches in one. There a
 # step of the target has two.
 TOKENS_PER_BATCH = {"cpu": 3072, "cuda": 12288}
-# Prompts that are answered together, likewise.
-ANSWERED_AT_ONCE = {"cpu": 16, "cuda": 256}
+# Likewise, prompts that are answered together; and how often OWN_OUTPUTS, lest what a GPU learns
+# from them be the same again and again.
+ANSWERED_AT_ONCE = {"cpu": 16, "cuda": 1024}
+TIMES = {"cpu": 1, "cuda": 8}
 HEAD_WIDTHS = (96, 144, 208, 320, 640, 2304)
 # What can be trained, and for how many minutes.
 PARTS = {"target": 70.0, "head": 25.0, "draft-model": 15.0, "parallel": 50.0}
@@ -266,6 +268,7 @@ class Builder:
             if kind == "gsm8k" and not self.gsm8k:
                 continue
             draw = getattr(maker, kind)
+            count *= TIMES[self.options.device]
             texts = [draw()[0][0] for _ in range(count)]
             prompts = [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
             report, before = self.bars.share(f"own {kind} outputs"), len(rows)
