@@ -198,6 +198,8 @@ def _write(source: Source, seed: int, queue: Any, warm_up: Any) -> None:
     """One process: batches into its queue, as arrays, until it or its parent is ended."""
     parent = parent_process()
     assert parent is not None
+    # Nobody reads any more where it ends.
+    queue.cancel_join_thread()
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     stream = source.stream(seed)
