@@ -12,11 +12,16 @@ makes the tokenizer anew there, and carries the rows of the embedding over; ``--
 that do nothing yet; a lower ``--rate`` forgets less of what the target knows. ``--resume``
 goes on from a work folder's checkpoint, with the optimizers' state; a larger ``--tokens-target``
 there moves the decay of the learning rate, which lasts for the last ``--tokens-decay``.
+
+``--device cuda`` trains on a GPU, with larger batches and without the compiler; ``--workers 12``
+lets so many processes write the documents, which one process does too slowly for it.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -29,7 +34,7 @@ from torch import Tensor
 
 from examples.embedded_model.data import END, PAD, DocumentMaker, read_gsm8k
 from examples.embedded_model.draft_model import RECIPE, DraftModelTrainer, cut_out
-from examples.embedded_model.stream import BatchStream
+from examples.embedded_model.stream import BatchStream, Source, WorkerStream
 from examples.embedded_model.target import (
     TargetRecipe,
     TargetTrainer,
@@ -39,6 +44,7 @@ from examples.embedded_model.target import (
     new_target,
 )
 from examples.embedded_model.tokenizer import corpus, moved_rows, special_id, train_tokenizer
+from overlap_spec.kernels.dispatch import use
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.eagle3 import Eagle3Head
 from overlap_spec.models.parallel_eagle import ParallelHead
@@ -55,7 +61,13 @@ from overlap_spec.training.trainer import Model, Trainer
 TOKENIZER_DOCUMENTS = 30000
 # Kind of prompt, how many, longest answer in tokens.
 OWN_OUTPUTS = (("extraction", 512, 128), ("tool_call", 160, 80), ("gsm8k", 256, 192))
-TOKENS_PER_BATCH = 3072
+# By device: the processor's cache holds a small batch; a GPU waits for launches in one. There a
+# step of the target has two.
+TOKENS_PER_BATCH = {"cpu": 3072, "cuda": 12288}
+# Likewise, prompts that are answered together; and how often OWN_OUTPUTS, lest what a GPU learns
+# from them be the same again and again.
+ANSWERED_AT_ONCE = {"cpu": 16, "cuda": 1024}
+TIMES = {"cpu": 1, "cuda": 8}
 HEAD_WIDTHS = (96, 144, 208, 320, 640, 2304)
 # What can be trained, and for how many minutes.
 PARTS = {"target": 70.0, "head": 25.0, "draft-model": 15.0, "parallel": 50.0}
@@ -90,6 +102,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--no-compile", action="store_true", help="where no C++ compiler exists")
+    parser.add_argument("--device", choices=TOKENS_PER_BATCH, default="cpu")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="processes that write documents; 0: this one"
+    )
+    parser.add_argument("--tokens-batch", type=int, help="of a batch, with padding")
     return parser.parse_args(arguments)
 
 
@@ -124,6 +141,11 @@ class Builder:
     tokenizer: Tokenizer
     bars: Bars
 
+    @property
+    def device(self) -> torch.device:
+        """Where everything is trained."""
+        return torch.device(self.options.device)
+
     def target(self) -> Decoder:
         """Train the target, or go on with it."""
         options, recipe, budget = self.options, TargetRecipe(), self._budget("target")
@@ -136,6 +158,8 @@ class Builder:
             adam_lr=options.rate * recipe.adam_lr,
             **self._settings(),
         )
+        if options.device == "cuda":
+            recipe = replace(recipe, tokens_per_step=self._tokens_per_batch() + 1)
         if options.init:
             model = load(options.init / "target")
             self._carry_over(model.embed_tokens.weight)
@@ -143,51 +167,56 @@ class Builder:
             recipe = replace(recipe, warm_up_share=0.0)
         else:
             model = new_target(embedded_config(self.tokenizer.get_vocab_size()), options.seed)
-        trainer = TargetTrainer(model, self._stream(0, model), recipe, budget)
-        return self._trained(trainer, "target")
+        model = model.to(self.device)
+        with self._stream(0, model) as stream:
+            trainer = TargetTrainer(model, stream, recipe, budget)
+            return self._trained(trainer, "target")
 
     def head(self, target: Decoder) -> Eagle3Head:
         """Train the draft head, or go on with it."""
         recipe = HeadRecipe(**self._settings())
-        stream = self._stream(
-            2, target, widths=HEAD_WIDTHS, replay=self._own_rows(target), replay_share=0.5
-        )
+        replay, budget = self._own_rows(target), self._budget("head")
         head, init = new_head(target, recipe), self._init("eagle3")
         if init:
             head.load_state_dict(load_eagle3(init, target, torch.float32).state_dict())
             self._carry_over(head.lm_head.weight)
-        return self._trained(
-            HeadTrainer(target, head, stream, recipe, self._budget("head")), "head"
-        )
+        with self._stream(2, target, widths=HEAD_WIDTHS, replay=replay, replay_share=0.5) as stream:
+            return self._trained(HeadTrainer(target, head, stream, recipe, budget), "head")
 
     def parallel(self, target: Decoder) -> ParallelHead:
         """Train the head that drafts in one pass, from the draft head, or go on with it."""
         recipe = HeadRecipe(steps=DEPTHS, **self._settings())
-        # The few longest texts have no room for the masks behind all their slots.
-        stream = self._stream(
-            4, target, widths=HEAD_WIDTHS[:-1], replay=self._own_rows(target), replay_share=0.5
-        )
+        replay, budget = self._own_rows(target), self._budget("parallel")
         known = load_eagle3(self.options.out / "eagle3", target, torch.float32)
         head = new_parallel(target, recipe, special_id(self.tokenizer, PAD), known)
-        trainer = ParallelTrainer(target, head, stream, recipe, self._budget("parallel"))
-        return self._trained(trainer, "parallel")
+        # The few longest texts have no room for the masks behind all their slots.
+        widths = HEAD_WIDTHS[:-1]
+        with self._stream(4, target, widths=widths, replay=replay, replay_share=0.5) as stream:
+            trainer = ParallelTrainer(target, head, stream, recipe, budget)
+            return self._trained(trainer, "parallel")
 
     def draft_model(self, target: Decoder) -> Decoder:
         """Train the draft model, or go on with it."""
-        stream, init = self._stream(3, target), self._init("draft_model")
-        if init:
-            draft = load(init)
-            self._carry_over(draft.embed_tokens.weight)
-        else:
-            draft = cut_out(target, stream.next())
+        init = self._init("draft_model")
         recipe, budget = replace(RECIPE, **self._settings()), self._budget("draft-model")
-        return self._trained(
-            DraftModelTrainer(target, draft, stream, recipe, budget), "draft_model"
-        )
+        with self._stream(3, target) as stream:
+            if init:
+                draft = load(init)
+                self._carry_over(draft.embed_tokens.weight)
+            else:
+                draft = cut_out(target, stream.next())
+            draft = draft.to(self.device)
+            trainer = DraftModelTrainer(target, draft, stream, recipe, budget)
+            return self._trained(trainer, "draft_model")
 
     def _settings(self) -> dict[str, Any]:
         """What every recipe takes from the command line."""
-        return {"seed": self.options.seed, "compile": not self.options.no_compile}
+        # On a GPU a graph for each width would take longer to compile than it saves.
+        compiled = not self.options.no_compile and self.device.type == "cpu"
+        return {"seed": self.options.seed, "compile": compiled}
+
+    def _tokens_per_batch(self) -> int:
+        return self.options.tokens_batch or TOKENS_PER_BATCH[self.options.device]
 
     def _budget(self, part: str) -> Budget:
         name = part.replace("-", "_")
@@ -196,15 +225,23 @@ class Builder:
             return Budget(tokens=round(1e6 * tokens))
         return Budget(minutes=getattr(self.options, f"minutes_{name}"))
 
+    @contextmanager
     def _stream(
         self, number: int, model: Decoder, widths: tuple[int, ...] = WIDTHS, **replay: Any
-    ) -> BatchStream:
+    ) -> Iterator[BatchStream | WorkerStream]:
         """Documents for one of the trainings, none longer than the model's context."""
         longest = min(max(widths), model.config.max_position)
-        seed = self.options.seed + number
-        return BatchStream(
-            self.tokenizer, self.gsm8k, seed, TOKENS_PER_BATCH, longest, widths=widths, **replay
-        )
+        size = self._tokens_per_batch()
+        source = Source(self.tokenizer.to_str(), self.gsm8k, size, longest, widths, **replay)
+        seed, workers = self.options.seed + number, self.options.workers
+        if not workers:
+            yield source.stream(seed)
+            return
+        stream = WorkerStream(source, seed, workers)
+        try:
+            yield stream
+        finally:
+            stream.close()
 
     def _init(self, part: str) -> Path | None:
         """The folder of a part to begin with, where there is one."""
@@ -231,10 +268,12 @@ class Builder:
             if kind == "gsm8k" and not self.gsm8k:
                 continue
             draw = getattr(maker, kind)
+            count *= TIMES[self.options.device]
             texts = [draw()[0][0] for _ in range(count)]
             prompts = [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
             report, before = self.bars.share(f"own {kind} outputs"), len(rows)
-            for some in answers(target, prompts, ends, longest, limit):
+            at_once = ANSWERED_AT_ONCE[self.options.device]
+            for some in answers(target, prompts, ends, longest, limit, at_once=at_once):
                 rows += (answer_row(prompts[number], answer) for number, answer in some)
                 report((len(rows) - before) / count)
         torch.save(rows, path)
@@ -244,8 +283,9 @@ class Builder:
         """What ``trainer`` makes of its model, from the checkpoint where that is asked for."""
         checkpoint = self.options.work / f"{name}.pt"
         if self.options.resume and checkpoint.exists():
-            trainer.restore(torch.load(checkpoint, weights_only=False))
-        return trainer.run(checkpoint, self.bars.steps(name.replace("_", " ")))
+            # The optimizers move what is theirs, and leave their counts on the host.
+            trainer.restore(torch.load(checkpoint, map_location="cpu", weights_only=False))
+        return trainer.run(checkpoint, self.bars.steps(name.replace("_", " "), trainer.budget))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -255,13 +295,15 @@ def main(arguments: list[str] | None = None) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     gsm8k = read_gsm8k(options.gsm8k) if options.gsm8k else []
     tokenizer = build_tokenizer(options, gsm8k)
-    with Progress(*COLUMNS) as progress:
+    # Kernels of a GPU are compiled when they are first called, and have no backward pass.
+    kernels = use("reference") if options.device == "cuda" else nullcontext()
+    with kernels, Progress(*COLUMNS) as progress:
         builder = Builder(options, gsm8k, tokenizer, Bars(progress))
         if options.only in (None, "target"):
             target = builder.target()
             export_target(target, tokenizer, options.out / "target")
         else:
-            target = load(options.out / "target")
+            target = load(options.out / "target").to(builder.device)
         if options.only in (None, "head"):
             export_head(builder.head(target), options.out / "eagle3")
         if options.only in (None, "draft-model"):

@@ -51,6 +51,7 @@ def cut_out(target: Decoder, batch: Batch) -> Decoder:
     millions of tokens to learn, and its target has it already.
     """
     config = draft_model_config(target.config)
+    batch = batch.to(target.embed_tokens.weight.device)
     chosen = min(
         # Only the first layer has learnt to read embeddings.
         ((0, *rest) for rest in combinations(range(1, target.config.num_layers), LAYERS - 1)),
@@ -66,7 +67,7 @@ def cut_out(target: Decoder, batch: Batch) -> Decoder:
         cut[f"{name}.gate_up_proj.weight"] = torch.cat([gate[keep], up[keep]])
         cut[f"{name}.down_proj.weight"] = cut[f"{name}.down_proj.weight"][:, keep]
     model.load_state_dict(cut)
-    return model
+    return model.to(batch.tokens.device)
 
 
 def with_layers(target: Decoder, layers: tuple[int, ...]) -> Decoder:
@@ -74,13 +75,16 @@ def with_layers(target: Decoder, layers: tuple[int, ...]) -> Decoder:
     model = Decoder(replace(target.config, num_layers=len(layers)))
     model.embed_tokens, model.lm_head, model.norm = target.embed_tokens, target.lm_head, target.norm
     model.layers = torch.nn.ModuleList(target.layers[layer] for layer in layers)
+    model.make_ropes(target.rope.device)
     return model
 
 
 @torch.no_grad()
 def loss_of(model: Decoder, batch: Batch) -> float:
     """Weighted mean cross-entropy of the next tokens of ``batch``."""
-    slots, targets, weights = scored(batch, 0.5, torch.Generator().manual_seed(0))
+    slots, targets, weights = scored(
+        batch, 0.5, torch.Generator(batch.tokens.device).manual_seed(0)
+    )
     each = F.cross_entropy(logits_at(model, batch.tokens, slots), targets, reduction="none")
     return float((each * weights).sum() / weights.sum())
 

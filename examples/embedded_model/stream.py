@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import dataclass, field
+from multiprocessing import get_context, parent_process
+from queue import Empty, Full
 from random import Random
+from typing import Any
 
+import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from examples.embedded_model.data import PAD, Document, DocumentMaker
@@ -90,3 +96,120 @@ class BatchStream:
         """Go on from :meth:`state`."""
         rng_state, self.buckets = pickle.loads(state)
         self.rng.setstate(rng_state)
+
+
+@dataclass(frozen=True)
+class Source:
+    """All that a stream is made of but its seed; each process makes its own of it.
+
+    Attributes:
+        tokenizer: As JSON. The others: as of :class:`BatchStream`.
+    """
+
+    tokenizer: str
+    gsm8k: list[tuple[str, str]]
+    tokens_per_batch: int
+    max_length: int
+    widths: tuple[int, ...] = WIDTHS
+    replay: list[Row] = field(default_factory=list)
+    replay_share: float = 0.0
+
+    def stream(self, seed: int) -> BatchStream:
+        """The stream of this process."""
+        parts = {name: getattr(self, name) for name in ("widths", "replay", "replay_share")}
+        size, longest = self.tokens_per_batch, self.max_length
+        tokenizer = Tokenizer.from_str(self.tokenizer)
+        return BatchStream(tokenizer, self.gsm8k, seed, size, longest, **parts)
+
+
+# Batches that wait in each process.
+AHEAD = 8
+
+
+class WorkerStream:
+    """Batches of several processes, each with a seed of its own, taken in turn.
+
+    Without the curriculum the same seed and number of processes give the same batches; a switch of
+    the curriculum shows once what was ahead is used up.
+
+    Args:
+        source: What each process makes its stream of.
+        workers: How many processes.
+    """
+
+    def __init__(self, source: Source, seed: int, workers: int) -> None:
+        self.source, self.seed, self.workers, self.taken = source, seed, workers, 0
+        self.processes: list[Any] = []
+
+    def _start(self, warm_up: bool) -> None:
+        # A fork would share what this process holds of the GPU.
+        context = get_context("spawn")
+        self.warm_up = context.Value("b", warm_up)
+        self.queues = [context.Queue(AHEAD) for _ in range(self.workers)]
+        first = self.taken
+        for number, queue in enumerate(self.queues):
+            # After a stop the seeds are new: nothing is learnt twice, nothing need be skipped.
+            seed = Random(f"{self.seed} {number} {first}").getrandbits(62)
+            process = context.Process(
+                target=_write, args=(self.source, seed, queue, self.warm_up), daemon=True
+            )
+            process.start()
+            self.processes.append(process)
+
+    def next(self, warm_up: bool = False) -> Batch:
+        """The next batch; ``warm_up`` as of :class:`BatchStream`.
+
+        Raises:
+            RuntimeError: The process whose turn it is has ended.
+        """
+        if not self.processes:
+            self._start(warm_up)
+        self.warm_up.value = warm_up
+        turn = self.taken % self.workers
+        while True:
+            try:
+                tokens, weights, length = self.queues[turn].get(timeout=1)
+                break
+            except Empty:
+                if not self.processes[turn].is_alive():
+                    raise RuntimeError(f"process {turn} that writes documents has ended") from None
+        self.taken += 1
+        return Batch(torch.from_numpy(tokens).long(), torch.from_numpy(weights), length)
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join()
+        self.processes = []
+
+    def state(self) -> bytes:
+        """What :meth:`restore` needs to go on, with other documents than before."""
+        return pickle.dumps(self.taken)
+
+    def restore(self, state: bytes) -> None:
+        """Go on from :meth:`state`."""
+        self.close()
+        self.taken = pickle.loads(state)
+
+
+def _write(source: Source, seed: int, queue: Any, warm_up: Any) -> None:
+    """One process: batches into its queue, as arrays, until it or its parent is ended."""
+    parent = parent_process()
+    assert parent is not None
+    # Nobody reads any more where it ends.
+    queue.cancel_join_thread()
+    torch.set_num_threads(1)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    stream = source.stream(seed)
+    while True:
+        batch = stream.next(bool(warm_up.value))
+        arrays = batch.tokens.numpy().astype(np.int32), batch.weights.numpy(), batch.length
+        while True:
+            try:
+                queue.put(arrays, timeout=1)
+                break
+            except Full:
+                if not parent.is_alive():
+                    return

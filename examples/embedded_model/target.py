@@ -108,31 +108,33 @@ class TargetTrainer(Trainer[Decoder]):
     ) -> None:
         super().__init__(model, documents, recipe, budget)
         self.recipe, self.documents = recipe, documents
+        self.device = model.embed_tokens.weight.device
         self._losses: dict[int, Callable[..., Tensor]] = {}
 
-    def backward(self) -> float:
+    def backward(self) -> Tensor:
         """Gradients of a step's batches, as of one; returns the weighted mean loss."""
         warm_up = self.budget.progress() < self.recipe.warm_up_share
         batches: list[Batch] = []
         tokens = 0
         while tokens < self.recipe.tokens_per_step:
-            batches.append(self.documents.next(warm_up))
+            batches.append(self.documents.next(warm_up).to(self.device))
             tokens += batches[-1].tokens.numel()
             self.budget.tokens_done += batches[-1].length
         # Seeded by the step, so that a resumed run draws the same.
-        draw = torch.Generator().manual_seed(self.budget.done)
+        draw = torch.Generator(self.device).manual_seed(self.budget.done)
         chosen = [scored(batch, self.recipe.scored_share, draw) for batch in batches]
-        weight = sum(float(weights.sum()) for _, _, weights in chosen)
-        total = 0.0
+        weight = torch.stack([weights.sum().double() for _, _, weights in chosen]).sum()
+        weight = weight.clamp(min=1e-6).float()
+        losses: list[Tensor] = []
         for batch, choice in zip(batches, chosen, strict=True):
             width = batch.tokens.shape[1]
             if width not in self._losses:
                 self._losses[width] = self.recipe.ready(self.sum_of_losses, width)
-            with mixed(batch.tokens.device):
-                loss = self._losses[width](batch.tokens, *choice) / max(weight, 1e-6)
+            with mixed(self.device):
+                loss = self._losses[width](batch.tokens, *choice) / weight
             loss.backward()
-            total += loss.item()
-        return total
+            losses.append(loss.detach().double())
+        return torch.stack(losses).sum()
 
     def sum_of_losses(
         self, tokens: Tensor, slots: Tensor, targets: Tensor, weights: Tensor
@@ -150,7 +152,7 @@ class TargetTrainer(Trainer[Decoder]):
 def logits_at(model: Decoder, tokens: Tensor, slots: Tensor) -> Tensor:
     """The logits of rows ``(B, W)`` at ``slots (K,)`` of the flattened rows: float32 ``(K, V)``."""
     rows, width = tokens.shape
-    positions = torch.arange(width).repeat(rows)
+    positions = torch.arange(width, device=tokens.device).repeat(rows)
     hidden, _ = model(tokens.flatten(), positions, CausalRows(rows, width))
     return model.logits(hidden[slots]).float()
 
@@ -168,7 +170,8 @@ def scored(batch: Batch, share: float, draw: torch.Generator) -> tuple[Tensor, T
     weights[:, -1] = 0
     weights = weights.flatten()
     count = max(1, round(share * weights.numel()))
-    order = weights + 0.01 * torch.rand(weights.shape, generator=draw) * (weights > 0)
+    luck = torch.rand(weights.shape, generator=draw, device=weights.device)
+    order = weights + 0.01 * luck * (weights > 0)
     slots = order.topk(count).indices.sort().values
     return slots, targets[slots], weights[slots]
 

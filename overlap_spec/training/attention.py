@@ -10,15 +10,15 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.decoder import Heads, Latents
 from overlap_spec.models.delta import Flow
 
-# Up to this width the plain products beat the fused kernel, whose backward pass on the CPU costs
-# several times its forward pass.
+# Up to this width the plain products beat the fused kernel on the CPU, whose backward pass there
+# costs several times its forward pass.
 SHORT = 320
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of ``(B, heads, W, D)`` each → ``(B, heads, W, D)``."""
     width = q.shape[2]
-    if width > SHORT:
+    if q.is_cuda or width > SHORT:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     later = torch.ones(width, width, dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import torch
@@ -37,6 +37,14 @@ class Batch:
     weights: Tensor
     length: int = 0
     numbers: tuple[int, ...] = ()
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on ``device``, for which a GPU's host does not wait."""
+        if device.type == self.tokens.device.type:
+            return self
+        pair = (x.pin_memory() if device.type == "cuda" else x for x in (self.tokens, self.weights))
+        tokens, weights = (x.to(device, non_blocking=True) for x in pair)
+        return replace(self, tokens=tokens, weights=weights)
 
 
 def padded(rows: Sequence[Row], width: int, pad: int, numbers: tuple[int, ...] = ()) -> Batch:

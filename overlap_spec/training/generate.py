@@ -85,8 +85,9 @@ def greedy(
         hidden, _ = decoder(tokens.flatten(), attend.positions().flatten(), attend)
         logits = decoder.logits(hidden.view(len(prompts), -1, hidden.shape[-1])[:, -1]).float()
         tokens = logits.argmax(-1, keepdim=True)
+        new = tokens[:, 0].tolist()
         for row in sorted(running):
-            outputs[row].append(int(tokens[row]))
+            outputs[row].append(new[row])
             if outputs[row][-1] in end_ids:
                 running.discard(row)
         if not running or time.monotonic() >= deadline:
@@ -102,21 +103,23 @@ def answers(
     max_new: int,
     max_length: int,
     deadline: float = math.inf,
+    at_once: int = AT_ONCE,
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """Greedy answers to many prompts, those of like lengths together: least padding.
 
     Args:
         max_new, max_length: Most tokens of an answer, and of a prompt with its answer.
         deadline: Of ``time.monotonic``: what has not begun then gets no answer, but for the first.
+        at_once: How many prompts are answered together.
 
     Yields:
         Some of the prompts' numbers, each with its answer.
     """
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    for start in range(0, len(order), AT_ONCE):
+    for start in range(0, len(order), at_once):
         if start and time.monotonic() >= deadline:
             return
-        part = order[start : start + AT_ONCE]
+        part = order[start : start + at_once]
         rows = [prompts[number] for number in part]
         room = min(max_new, max_length - len(rows[-1]))
         yield list(zip(part, greedy(decoder, rows, end_ids, room, deadline), strict=True))

@@ -280,16 +280,17 @@ class HeadTrainer(Trainer[Kind]):
         super().__init__(head, batches, recipe, budget)
         self._passes: dict[tuple[int, int], DraftPass] = {}
 
-    def backward(self) -> float:
+    def backward(self) -> Tensor:
         batch = self.batches.next()
         loss = self.loss(batch)
         loss.backward()
         self.budget.tokens_done += batch.length
-        return loss.item()
+        return loss.detach()
 
     def loss(self, batch: Batch) -> Tensor:
         """Weighted loss over all steps of the chain, a scalar."""
-        tokens, weights = batch.tokens.to(self.device), batch.weights.to(self.device)
+        batch = batch.to(self.device)
+        tokens, weights = batch.tokens, batch.weights
         shape = (tokens.shape[0], tokens.shape[1])
         if shape not in self._passes:
             self._passes[shape] = self.passes(self.model, self.target, *shape, self.recipe)

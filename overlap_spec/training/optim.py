@@ -32,18 +32,19 @@ def orthogonalise(matrix: Tensor, dtype: torch.dtype, steps: int = 5) -> Tensor:
     """The nearest semi-orthogonal matrix, by Newton-Schulz iterations in ``dtype``.
 
     Coefficients as in Muon (https://kellerjordan.github.io/posts/muon/): singular values end
-    near 1, not exactly there. ``matrix (m, n)`` any float type → ``(m, n)`` of ``dtype``.
+    near 1, not exactly there. ``matrix (m, n)``, or several at once ``(B, m, n)``, of any float
+    type → the same shape of ``dtype``.
     """
     a, b, c = _NS
     x = matrix.to(dtype)
-    flipped = x.shape[0] > x.shape[1]
+    flipped = x.shape[-2] > x.shape[-1]
     if flipped:
-        x = x.T
-    x = x / (x.norm() + 1e-7)
+        x = x.mT
+    x = x / ((x.norm() if x.dim() == 2 else x.norm(dim=(1, 2), keepdim=True)) + 1e-7)
     for _ in range(steps):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    out: Tensor = x.T if flipped else x
+    out: Tensor = x.mT if flipped else x
     return out
 
 
@@ -71,20 +72,43 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """One update from the gradients."""
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(parameter)
-                buffer = state["momentum"].lerp_(parameter.grad, 1 - group["momentum"])
-                update = parameter.grad.lerp(buffer, group["momentum"])
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                cut, dtype = self._cuts[id(parameter)], product_type(parameter.device)
-                for rows, piece in zip(cut(parameter), cut(update), strict=True):
-                    scale = math.sqrt(max(1.0, piece.shape[0] / piece.shape[1]))
-                    step = orthogonalise(piece, dtype).to(rows.dtype)
-                    rows.add_(step, alpha=-group["lr"] * scale)
+            trained = [p for p in group["params"] if p.grad is not None]
+            if not trained:
+                continue
+            for parameter in trained:
+                if "momentum" not in self.state[parameter]:
+                    self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+            gradients = [parameter.grad for parameter in trained]
+            buffers = [self.state[parameter]["momentum"] for parameter in trained]
+            torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+            updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
+            torch._foreach_mul_(trained, 1 - group["lr"] * group["weight_decay"])
+            cuts = [self._cuts[id(parameter)] for parameter in trained]
+            rows = [x for cut, whole in zip(cuts, trained, strict=True) for x in cut(whole)]
+            pieces = [x for cut, whole in zip(cuts, updates, strict=True) for x in cut(whole)]
+            steps = orthogonal_steps(pieces, rows[0].dtype)
+            for shape in dict.fromkeys(x.shape for x in rows):
+                alike = [number for number, x in enumerate(rows) if x.shape == shape]
+                factor = -group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
+                some = [rows[number] for number in alike]
+                torch._foreach_add_(some, [steps[number] for number in alike], alpha=factor)
+
+
+def orthogonal_steps(pieces: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Each of the matrices made orthogonal, in ``dtype``.
+
+    A GPU makes those of one shape at once: small products take it less than their launches.
+    """
+    inside = product_type(pieces[0].device)
+    if not pieces[0].is_cuda:
+        return [orthogonalise(piece, inside).to(dtype) for piece in pieces]
+    steps = list(pieces)
+    for shape in dict.fromkeys(piece.shape for piece in pieces):
+        alike = [number for number, piece in enumerate(pieces) if piece.shape == shape]
+        together = orthogonalise(torch.stack([pieces[number] for number in alike]), inside)
+        for number, step in zip(alike, together.to(dtype).unbind(), strict=True):
+            steps[number] = step
+    return steps
 
 
 def make_optimizers(
@@ -98,7 +122,14 @@ def make_optimizers(
             matrices.append((parameter, _cutter(module, name)))
         else:
             others.append(parameter)
-    adam = torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0)
+    adam = torch.optim.AdamW(
+        others,
+        lr=adam_lr,
+        betas=(0.9, 0.98),
+        eps=1e-9,
+        weight_decay=0.0,
+        fused=True if others[0].is_cuda else None,
+    )
     return [Muon(matrices, lr=muon_lr), adam]
 
 
@@ -129,8 +160,8 @@ class Average:
     def update(self, module: nn.Module, step: int) -> None:
         """Move towards the module; faster at the start, where the average is still random."""
         decay = min(self.decay, (step + 1) / (step + 20))
-        for name, parameter in module.named_parameters():
-            self.values[name].lerp_(parameter.detach(), 1 - decay)
+        now = dict(module.named_parameters())
+        torch._foreach_lerp_([self.values[n] for n in now], list(now.values()), 1 - decay)
 
     @torch.no_grad()
     def copy_to(self, module: nn.Module) -> None:

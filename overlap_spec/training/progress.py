@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
+from overlap_spec.training.budget import Budget
 from overlap_spec.training.trainer import Report
 
 COLUMNS: tuple[ProgressColumn, ...] = (
@@ -32,8 +33,9 @@ class Bars:
         """Print a line above the bars."""
         self.progress.console.print(text, highlight=False, soft_wrap=True)
 
-    def steps(self, title: str) -> Report:
-        """For a phase with steps and losses, of which the smoothed one is shown."""
+    def steps(self, title: str, budget: Budget | None = None) -> Report:
+        """For a phase with steps and losses, of which the smoothed one is shown; logs say how many
+        tokens a second of ``budget`` were trained on."""
         task = self.progress.add_task(title, total=1.0, note="")
         last: deque[float] = deque(maxlen=50)
 
@@ -42,7 +44,10 @@ class Bars:
             mean = sum(last) / len(last)
             self.progress.update(task, completed=share, note=f"step {step} loss {mean:.3f}")
             if step % 50 == 0:
-                self._log(f"{title} {share:.3f} step {step} loss {mean:.4f}")
+                line = f"{title} {share:.3f} step {step} loss {mean:.4f}"
+                if budget is not None:
+                    line += f" tokens/s {budget.tokens_done / budget.seconds():.0f}"
+                self._log(line)
             self._check()
 
         return report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import deepcopy
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overlap_spec.training.batches import Batch
 from overlap_spec.training.budget import Budget
@@ -19,6 +20,11 @@ from overlap_spec.training.optim import Average, make_optimizers, schedule
 
 # Rows wider than this are too rare to be worth a compiler's minute.
 COMPILED_WIDTH = 400
+
+# What a checkpoint takes is many steps of a small model on a GPU.
+SAVE_SECONDS = 20
+# Losses of steps on a GPU are read so often: reading waits for all that it was given to do.
+READ_SECONDS = 0.25
 
 # Report of one step: progress 0 to 1, step, loss.
 Report = Callable[[float, int, float], None]
@@ -51,7 +57,7 @@ class Recipe:
         scored_share: Share of a batch's slots that the loss is taken at, the heaviest ones: the
             product with the vocabulary is not spent on padding and on most of the prompts.
         compile: Compile the passes over rows of at most COMPILED_WIDTH tokens.
-        save_every: Steps between checkpoints.
+        save_every: Steps between checkpoints, which are SAVE_SECONDS apart at least.
     """
 
     muon_lr: float = 0.02
@@ -107,11 +113,11 @@ class Trainer(ABC, Generic[Model]):
         self.average = Average(model)
 
     @abstractmethod
-    def backward(self) -> float:
-        """Gradients of one step, whose tokens are counted; returns its loss."""
+    def backward(self) -> Tensor:
+        """Gradients of one step, whose tokens are counted; returns its loss, a scalar."""
 
-    def step(self) -> float:
-        """One optimizer step; returns the loss."""
+    def step(self) -> Tensor:
+        """One optimizer step; returns the loss, which nothing has waited for yet."""
         progress = self.budget.progress()
         loss = self.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._recipe.clip)
@@ -130,12 +136,22 @@ class Trainer(ABC, Generic[Model]):
         """Train until the budget is used; returns the model with averaged weights."""
         # Every bucket width has a graph of its own.
         torch._dynamo.config.recompile_limit = 64
+        saved = read = time.monotonic()
+        losses: list[Tensor] = []
         while self.budget.progress() < 1:
-            loss = self.step()
-            if report is not None:
-                report(self.budget.progress(), self.budget.done, loss)
-            if checkpoint is not None and self.budget.done % self._recipe.save_every == 0:
+            losses.append(self.step())
+            done = self.budget.done
+            late = time.monotonic() - read >= READ_SECONDS or self.budget.progress() >= 1
+            if late or not losses[0].is_cuda:
+                values, losses, read = torch.stack(losses).tolist(), [], time.monotonic()
+                for step, loss in enumerate(values, done + 1 - len(values)):
+                    if report is not None:
+                        report(self.budget.progress(), step, loss)
+            if checkpoint is None or done % self._recipe.save_every:
+                continue
+            if time.monotonic() - saved >= SAVE_SECONDS:
                 save_atomically(self.state(), checkpoint)
+                saved = time.monotonic()
         if checkpoint is not None:
             save_atomically(self.state(), checkpoint)
         return self.averaged()
@@ -163,7 +179,8 @@ class Trainer(ABC, Generic[Model]):
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.average.values = state["average"]
+        for name, value in state["average"].items():
+            self.average.values[name].copy_(value)
         self.batches.restore(state["batches"])
         self.budget.done = state["step"]
         self.budget.tokens_done = state["tokens"]

@@ -29,7 +29,7 @@ from examples.embedded_model.draft_model import (
     draft_model_config,
 )
 from examples.embedded_model.fillers import Fillers, word_lists
-from examples.embedded_model.stream import BatchStream
+from examples.embedded_model.stream import BatchStream, Source, WorkerStream
 from examples.embedded_model.target import (
     TargetRecipe,
     TargetTrainer,
@@ -157,6 +157,31 @@ def stream(tokenizer: Tokenizer) -> BatchStream:
     return BatchStream(tokenizer, GSM8K, 4, tokens_per_batch=512, max_length=224, chunk=32)
 
 
+@pytest.mark.ci
+def test_processes_write_the_batches_of_their_seeds(tokenizer):
+    source = Source(tokenizer.to_str(), GSM8K, tokens_per_batch=512, max_length=224)
+    made = []
+    for _ in range(2):
+        some = WorkerStream(source, 4, 2)
+        made.append([some.next() for _ in range(6)])
+        some.close()
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.weights, other.weights)
+        assert one.length == other.length == int((one.tokens != 6).sum())
+    first, second = made[0][::2], made[0][1::2]
+    seed = Random("4 1 0").getrandbits(62)
+    alone = source.stream(seed)
+    for batch in second:
+        assert torch.equal(alone.next().tokens, batch.tokens)
+    assert not torch.equal(first[0].tokens, second[0].tokens)
+    later = WorkerStream(source, 4, 2)
+    later.restore(some.state())
+    assert not torch.equal(later.next().tokens, made[0][0].tokens)
+    assert later.taken == 7
+    later.close()
+
+
 def make_target(tokenizer: Tokenizer, config: ModelConfig, steps: int) -> TargetTrainer:
     recipe = TargetRecipe(compile=False)
     return TargetTrainer(new_target(config, 1), stream(tokenizer), recipe, Budget(steps=steps))
@@ -195,7 +220,7 @@ def test_a_step_of_small_batches_has_the_gradient_of_one_large(tiny_config):
         TargetTrainer(new_target(tiny_config, 1), Given(*batches), recipe, Budget(steps=5))
         for batches in (halves, [whole])
     ]
-    small, large = (trainer.backward() for trainer in trainers)
+    small, large = (trainer.backward().item() for trainer in trainers)
     assert small == pytest.approx(large, rel=2e-2)
     assert [trainer.budget.tokens_done for trainer in trainers] == [512, 512]
     for one, other in zip(*(t.model.parameters() for t in trainers), strict=True):
@@ -278,7 +303,7 @@ def test_a_draft_model_learns_its_targets_probabilities(tiny_config):
         soft = -(wanted * drafted).sum(-1).mean()
         hard = -drafted.gather(2, tokens[:, 1:, None]).mean()
         assert abs(hard - soft) > 0.1
-    assert trainer.backward() == pytest.approx(soft.item(), rel=5e-3)
+    assert trainer.backward().item() == pytest.approx(soft.item(), rel=5e-3)
     assert all(weight.grad is None for weight in target.parameters())
 
 

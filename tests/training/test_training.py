@@ -70,9 +70,13 @@ def test_budget_counts_steps_tokens_or_minutes():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_orthogonalise_brings_singular_values_near_one(dtype):
     for shape in ((8, 20), (20, 8)):
-        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape), dtype).float())
+        matrices = torch.randn(3, *shape)
+        together = orthogonalise(matrices, dtype).float()
+        values = torch.linalg.svdvals(together)
         assert values.min() > 0.5
         assert values.max() < 1.5
+        for matrix, other in zip(matrices, together, strict=True):
+            assert torch.allclose(orthogonalise(matrix, dtype).float(), other, atol=0.05)
 
 
 def test_schedule_rises_stays_and_falls():
