@@ -31,9 +31,10 @@ def packed(runner: ModelRunner, nodes: int, count: int, rows: int) -> Tensors:
     row, pages = padding(runner, rows)
     more = [n for n in range(rows * nodes) if n % nodes][: count - rows]
     pack = torch.tensor(sorted([r * nodes for r in range(rows)] + more), device=row.device)
-    tokens = row.new_zeros(rows, nodes)
+    # Each of its own: a CUDA graph is given tokens in the place of the ones, depths of the others.
+    tokens, depths = row.new_zeros(2, rows, nodes).unbind()
     seen = torch.eye(nodes, dtype=torch.bool, device=row.device).expand(rows, -1, -1)
-    return pack, row, pages, torch.zeros_like(row), tokens, tokens, seen.contiguous()
+    return pack, row, pages, torch.zeros_like(row), tokens, depths, seen.contiguous()
 
 
 def committed(

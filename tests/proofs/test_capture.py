@@ -127,6 +127,13 @@ def captured(
             if isinstance(graph, CudaGraph):
                 held = (*graph._inputs, *graph._outputs)
                 assert not any(is_expanded(x) or capture.in_pool(x) for x in held)
+                # What a call writes to one of its inputs is not another one's.
+                places = {
+                    (x.untyped_storage()._cdata, x.storage_offset())
+                    for x in graph._inputs
+                    if x.numel()
+                }
+                assert len(places) == sum(x.numel() > 0 for x in graph._inputs)
     return capture, count, launches, fault
 
 

@@ -24,6 +24,8 @@ class Held(Recorded):
 
     def __init__(self, work: Any, inputs: Tensors, into: Tensors | None = None) -> None:
         self._work, self._inputs = work, inputs
+        places = [x.data_ptr() for x in inputs if x.numel()]
+        assert len(set(places)) == len(places), "two inputs share their memory"
         self.copied: set[int] = set()
         self._outputs = into or tuple(x.clone() for x in work(*inputs))
 
