@@ -218,11 +218,12 @@ def _merge(
 
 
 def _shares(tuned: Config, programs: int, keys: int, device: torch.device) -> int:
-    """Shares of at most ``keys`` keys: enough programs to fill the device.
+    """Shares of at most ``keys`` keys: as many programs as fill the device, and no more, since a
+    few that begin when all others end take as long as these did.
 
     A request of fewer keys has fewer shares: the kernel leaves those without work unwritten.
     """
-    wanted = -(-tuned["waves"] * multiprocessors(device) // programs)
+    wanted = tuned["waves"] * multiprocessors(device) // programs
     most = max(1, min(wanted, keys // tuned["split_keys"], tuned["max_splits"]))
     # A number of shares is a kernel of its own: few of them.
     return 1 << (most.bit_length() - 1)

@@ -1,6 +1,7 @@
 """Block sizes: a committed table a GPU architecture, ``sm_NN.py`` beside this.
 
-They are chosen by the compiler's figures (``tests/proofs/test_attention_ir.py``), not by a clock.
+They are chosen by the compiler's figures (``tests/proofs/test_attention_ir.py``), and where a
+table says so by a clock.
 Nothing is tuned while serving: a trial inside a CUDA graph's capture would end the capture.
 """
 

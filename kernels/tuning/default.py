@@ -16,13 +16,16 @@ TABLE: dict[str, dict[str, int]] = {
 }
 
 
-def attention(rows: int, keys: int, warps: int, stages: int) -> dict[str, int]:
-    """At most ``max_splits`` shares of a request's keys, each of ``split_keys`` at least."""
+def attention(
+    rows: int, keys: int, warps: int, stages: int, waves: int = 2, split_keys: int = 256
+) -> dict[str, int]:
+    """At most ``max_splits`` shares of a request's keys, each of ``split_keys`` at least, and no
+    more than ``waves`` programs a multiprocessor."""
     return {
         "rows": rows,
         "keys": keys,
-        "waves": 2,
-        "split_keys": 256,
+        "waves": waves,
+        "split_keys": split_keys,
         "max_splits": 64,
         "num_warps": warps,
         "num_stages": stages,
