@@ -480,7 +480,7 @@ STILL_PRIVATE = {
     "examples/test_interviews.py": {"_is_value"},
     "proofs/test_capture.py": {"_after", "_keep_features", "_within"},
     "proofs/test_races.py": {"_accepted"},
-    "proofs/test_recordings.py": {"_known", "_outputs"},
+    "proofs/test_recordings.py": {"_known"},
     "server/test_life.py": {"_folder"},
     "speculation/test_auto.py": {"_slow"},
     "worker/test_replay.py": {"_known"},

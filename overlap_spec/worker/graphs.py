@@ -70,16 +70,19 @@ class CudaGraph(Recorded):
         pool: Memory that graphs replayed one after the other share.
         into: Where the outputs are written to, of which graphs may share some; None: to memory of
             their own.
+
+    Attributes:
+        inputs, outputs: Where they are.
     """
 
     def __init__(self, work: Work, inputs: Tensors, pool: Any, into: Tensors | None = None) -> None:
         # Calls write to them, and others to the outputs: of an expanded tensor each element needs
         # its own memory.
-        self._inputs = inputs = tuple(x.contiguous() for x in inputs)
+        self.inputs = inputs = tuple(x.contiguous() for x in inputs)
         # Kernels are compiled and libraries set up by a run that is not captured. Its outputs lie
         # outside the pool, where each graph overwrites what others have left.
         outputs = tuple(x.contiguous() for x in work(*inputs))
-        self._outputs = outputs if into is None else into
+        self.outputs = outputs if into is None else into
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             self._graph,
@@ -88,19 +91,19 @@ class CudaGraph(Recorded):
             # Other threads may allocate meanwhile.
             capture_error_mode="thread_local",
         ):
-            for own, new in zip(self._outputs, work(*inputs), strict=True):
+            for own, new in zip(self.outputs, work(*inputs), strict=True):
                 own.copy_(new)
 
     def __call__(self, *inputs: Tensor) -> Tensors:
-        for own, given in zip(self._inputs, inputs, strict=True):
+        for own, given in zip(self.inputs, inputs, strict=True):
             if own.data_ptr() != given.data_ptr():
                 own.copy_(given, non_blocking=True)
         self._graph.replay()
-        return self._outputs
+        return self.outputs
 
     def kept(self, *inputs: Tensor) -> Tensors:  # noqa: ARG002
         """Those that the graph holds."""
-        return self._inputs
+        return self.inputs
 
 
 def padded_size(batch: int) -> int:

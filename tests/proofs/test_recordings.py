@@ -139,7 +139,7 @@ def outputs_of(engine: Engine) -> tuple[int, int, int]:
         seen: dict[int, int] = {}
         sums = {True: 0, False: 0}
         for key, recorded in sorted(graphs._known.items(), key=lambda of: of[0][0] != "verify"):
-            for x in getattr(recorded, "_outputs", ()):
+            for x in getattr(recorded, "outputs", ()):
                 storage = x.untyped_storage()
                 if storage._cdata not in seen:
                     seen[storage._cdata] = storage.nbytes()
@@ -266,7 +266,7 @@ def test_a_step_replays_the_draft_that_it_wants(
             # What comes behind takes any one's outputs where they are.
             for other in others:
                 assert other is not first
-                assert other._outputs is first._outputs  # type: ignore[union-attr]
+                assert other.outputs is first.outputs  # type: ignore[union-attr]
             for kind in variants[1:]:
                 noted.clear()
                 graphs._known.pop(("draft", tier_, *kind, 2))

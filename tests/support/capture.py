@@ -33,6 +33,7 @@ from overlap_spec.kernels.triton.launch import Launch, recorded
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker import recordings as recordings_module
 from overlap_spec.worker.cuda_graphs import CudaGraphs
+from overlap_spec.worker.graphs import CudaGraph
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 
@@ -75,16 +76,28 @@ class Capture(TorchDispatchMode):
         self.refused: list[str] = []
         self._pool: dict[int, object] = {}
 
-    def in_pool(self, x: Tensor) -> bool:
-        """Whether ``x`` lies in memory that a capture has allocated, where any other graph of the
-        pool may write."""
-        return x.untyped_storage()._cdata in self._pool
-
     def refuse(self, why: str) -> None:
         """Raise where a graph is being captured."""
         if self.recording:
             self.refused.append(why)
             raise CaptureError(why)
+
+    def hold(self, graph: CudaGraph) -> None:
+        """Raise where a graph's inputs or outputs cannot be written to call by call."""
+        places = [
+            (x.untyped_storage()._cdata, x.storage_offset()) for x in graph.inputs if x.numel()
+        ]
+        faults = {
+            "is expanded": any(map(is_expanded, (*graph.inputs, *graph.outputs))),
+            "lies in the pool": any(
+                x.untyped_storage()._cdata in self._pool for x in (*graph.inputs, *graph.outputs)
+            ),
+            "is another one too": len(set(places)) < len(places),
+        }
+        for why, true in faults.items():
+            if true:
+                self.refused.append(f"an input or output {why}")
+                raise CaptureError(self.refused[-1])
 
     @contextmanager
     def graph(self, *_: Any, **__: Any) -> Iterator[None]:
@@ -243,6 +256,11 @@ def as_on_a_gpu(worker: Worker) -> Iterator[tuple[Capture, CudaGraphs, list[Laun
     """
     exchange, capture = Exchange(), Capture()
 
+    class Held(CudaGraph):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            capture.hold(self)
+
     def waits(*_: Any, **__: Any) -> None:
         capture.refuse("the host waits for the device")
 
@@ -253,6 +271,7 @@ def as_on_a_gpu(worker: Worker) -> Iterator[tuple[Capture, CudaGraphs, list[Laun
         "torch.cuda.graph_pool_handle": lambda: (0, 0),
         "torch.cuda.current_stream": lambda *_: None,
         "torch.cuda.memory_reserved": lambda *_: 0,
+        "overlap_spec.worker.cuda_graphs.CudaGraph": Held,
         # An H100's.
         "overlap_spec.kernels.tuning.architecture": lambda _: "sm_90",
         "overlap_spec.kernels.triton.attention.multiprocessors": lambda _: 132,
