@@ -164,8 +164,9 @@ def test_both_draft_in_an_engine(tiny: dict[str, Any], monkeypatch: pytest.Monke
         return before(*given)
 
     monkeypatch.setattr(Drafts, "overlay", overlay)
-    prompts = ["abcabcabcabc", "xyz xyz xyz", "0123456789"]
-    grammars = [Grammar.regex("(abcdefghij){9}"), None, Grammar.regex("[a-d]{60}")]
+    prompts = ["abcabcabcabc", "xyz xyz xyz", "0123456789", "9876543210"]
+    grammars = [Grammar.regex(text) for text in ("(abcdefghij){9}", "[a-d]{60}", "[e-h]{60}")]
+    grammars.insert(1, None)
     asked = {"max_tokens": 90, "temperature": 0}
     with Engine(**tiny, algorithm="none", overlap="none") as engine:
         want = engine.generate(prompts, grammars, asked)
