@@ -114,6 +114,17 @@ class HostDraft(NamedTuple):
     scores: Floats
 
 
+class Foreseen(NamedTuple):
+    """What a drafter on the host takes to follow a known text, of which more is computed already:
+    a chain of ``tokens`` int64 ``(m,)``, and their ``scores`` as of a :class:`HostDraft`. Where the
+    text has gone on to one of ``starts`` int64 ``(m,)``, the tokens behind that one are worth a
+    draft; -1 where they are not."""
+
+    tokens: Int64s
+    scores: Floats
+    starts: Int64s
+
+
 # Of a drafter on the host that has nothing to propose.
 NOTHING = HostDraft(np.empty(0, np.int64), None, np.empty(0, np.float32))
 
@@ -169,7 +180,8 @@ class Drafter(nn.Module, ABC):
 
     @property
     def behind(self) -> Drafter | None:
-        """Of a drafter that is ``host``: what drafts on the device where it proposes nothing."""
+        """Of a drafter that is ``host``: what drafts on the device where it foresees nothing. Such
+        a one has :meth:`foresee` in place of :meth:`propose`, and no step waits for it."""
         return None
 
     @property
@@ -209,8 +221,17 @@ class Drafter(nn.Module, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} must have propose")
 
+    def foresee(self, histories: Sequence[History], tier: Tier) -> list[Foreseen | None]:
+        """For the step after the one under way, while that is verified.
+
+        Args:
+            histories: As of :meth:`propose`; their last tokens are the roots of the step under way.
+            tier: Of that step.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must have foresee")
+
     def forget(self, history: History) -> None:
-        """A request has ended, and is never proposed for again; for a drafter that is ``host``."""
+        """A request has ended, and is never asked for again; for a drafter that is ``host``."""
 
     def extend(self, committed: Committed) -> None:
         """Take in committed tokens, so that the next draft can start after them."""

@@ -1,23 +1,23 @@
 """Several drafters in a row: for each request and step the one of which most is to be expected.
 
-Those on the host draft first, each as if it were alone. How much of its drafts a request's own
-tokens bear out says what its next one is worth. A model behind them drafts where it brings more
-tokens a millisecond for the batch; then requests whose host draft is worth more keep that.
+Those on the host all draft, each as if it were alone. How much of its drafts a request's own tokens
+bear out says what its next one is worth. Where a model is behind them, they draft a step early,
+while the device verifies: what is to follow the known text, wherever the step under way comes to. A
+request has that in place of the model's draft where it promises more.
 """
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import ClassVar, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import NOTHING, Drafter, HostDraft, MakeCache, Tables
+from overlap_spec.drafters.base import Drafter, Foreseen, HostDraft, MakeCache, Tables
 from overlap_spec.drafters.grafts import graft
 from overlap_spec.drafters.registry import load_drafter
 from overlap_spec.errors import ConfigError
@@ -29,9 +29,9 @@ from overlap_spec.tiers import Tier
 KEPT, BEFORE = 0.9, 4.0
 # So much more a later member's draft must be worth than an earlier one's.
 MARGIN = 1.5
-# What a step with a model's drafts takes of one without, while that is not measured, or where
-# nothing may depend on a clock; steps of which the median counts.
-MODEL_COST, STEPS = 1.5, 15
+# Steps at most until a request's host drafts are looked for again, where none promised enough: one,
+# then twice as many each time.
+PAUSE = 8
 
 
 @dataclass
@@ -57,13 +57,17 @@ class Tally:
 
 @dataclass
 class Known:
-    """Of one request: a tally of each member, the model's last; what was drafted at which length,
-    and whether by the model."""
+    """Of one request: a tally of each member, the model's last; what was drafted at which length;
+    what the next step may draft of it, and whether the model drafts the one under way. In ``left``
+    steps its members are asked again, or then in twice ``pause``."""
 
     tallies: list[Tally]
-    length: int = 0
+    length: int
     drafts: list[HostDraft] = field(default_factory=list)
-    by_model: bool = False
+    foreseen: Foreseen | None = None
+    by_model: bool = True
+    left: int = 0
+    pause: int = 1
 
 
 class RowDrafter(Drafter):
@@ -72,7 +76,6 @@ class RowDrafter(Drafter):
     Args:
         members: On the host.
         model: The one behind them, if any.
-        clocked: Whether steps' times are measured.
 
     Attributes:
         known: By request id.
@@ -80,19 +83,15 @@ class RowDrafter(Drafter):
 
     host: ClassVar[bool] = True
 
-    def __init__(self, members: Sequence[Drafter], model: Drafter | None, clocked: bool) -> None:
+    def __init__(self, members: Sequence[Drafter], model: Drafter | None) -> None:
         super().__init__()
-        self.members, self._model, self._clocked = list(members), model, clocked
+        self.members, self._model = list(members), model
         self.guided = any(member.guided for member in members)
         if model is not None:
             self.feature_layers = model.feature_layers
-        # Of all requests. What a model brings a step is not known before.
+        # Of all requests.
         self._all = [Tally(BEFORE, BEFORE) for _ in range(len(members) + 1)]
         self.known: OrderedDict[int, Known] = OrderedDict()
-        # By batch, and whether the model drafts.
-        self._seconds: dict[tuple[int, bool], deque[float]] = {}
-        # When the last step began, and of which kind it was.
-        self._last: tuple[float, tuple[int, bool]] | None = None
 
     @property
     def behind(self) -> Drafter | None:
@@ -117,76 +116,96 @@ class RowDrafter(Drafter):
                 )
         last = built[-1]
         members, model = (built, None) if last.host else (built[:-1], last)
-        return cls(members, model, config.adaptive.lower() != "static")
+        return cls(members, model)
 
     def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
-        begun = self._step_begins()
         known = [self._follow(history, tier) for history in histories]
-        columns = [member.propose(histories, tier) for member in self.members]
-        chosen, hosts, models = list[HostDraft](), list[float](), list[float]()
-        for request, history, *drafts in zip(known, histories, *columns, strict=True):
-            forced = history.forced[: tier.steps]
-            request.drafts = [graft(draft, forced, tier) if len(draft.tokens) else draft
-                              for draft in drafts]  # fmt: skip
-            worths = [
-                float(np.exp(draft.scores).sum()) * tally.share
-                for draft, tally in zip(request.drafts, request.tallies, strict=False)
-            ]
-            most = max(worths)
-            best = next(at for at, worth in enumerate(worths) if worth * MARGIN >= most)
-            chosen.append(request.drafts[best])
-            hosts.append(worths[best])
-            models.append(max(request.tallies[-1].share, len(forced)))
-            request.length = len(history)
-        batch = len(histories)
-        both = [max(pair) for pair in zip(hosts, models, strict=True)]
-        asks = self.behind is not None and (
-            (batch + sum(both)) * self._cost(batch, False)
-            > (batch + sum(hosts)) * self._cost(batch, True)
-        )
-        for at, request in enumerate(known):
-            request.by_model = asks and models[at] >= hosts[at]
-            if request.by_model:
-                chosen[at] = NOTHING
-        self._last = begun, (batch, asks)
-        return chosen
+        return [draft for draft, _ in self._best(known, histories, tier)]
+
+    def foresee(self, histories: Sequence[History], tier: Tier) -> list[Foreseen | None]:
+        known = [self._follow(history, tier) for history in histories]
+        for each in known:
+            each.left -= 1
+        due = [at for at, each in enumerate(known) if each.left <= 0]
+        # What the step under way accepts, its bonus, and the next draft.
+        deep = Tier(2 * tier.steps + 1, 1, 2 * tier.steps + 2)
+        best = self._best([known[at] for at in due], [histories[at] for at in due], deep)
+        for at, (draft, share) in zip(due, best, strict=True):
+            each = known[at]
+            worth = promised(draft, tier.steps) * share > each.tallies[-1].share * tier.steps
+            if worth.any():
+                starts = np.where(worth, draft.tokens, -1)
+                each.foreseen = Foreseen(draft.tokens, draft.scores, starts)
+            each.pause = each.left = 1 if worth.any() else min(2 * each.pause, PAUSE)
+        return [each.foreseen for each in known]
 
     def forget(self, history: History) -> None:
         self.known.pop(history.request_id, None)
         for member in self.members:
             member.forget(history)
 
+    def _best(
+        self, known: Sequence[Known], histories: Sequence[History], tier: Tier
+    ) -> list[tuple[HostDraft, float]]:
+        """Of each request the draft that is worth most, and the share of it that is to come."""
+        columns = [member.propose(histories, tier) for member in self.members]
+        chosen = []
+        for request, history, *drafts in zip(known, histories, *columns, strict=True):
+            forced = history.forced[: tier.steps]
+            request.drafts = [graft(draft, forced, tier) if len(draft.tokens) else draft
+                              for draft in drafts]  # fmt: skip
+            pairs = [
+                (draft, tally.share)
+                for draft, tally in zip(request.drafts, request.tallies, strict=False)
+            ]
+            worths = [float(np.exp(draft.scores).sum()) * share for draft, share in pairs]
+            most = max(worths)
+            chosen.append(next(p for p, w in zip(pairs, worths, strict=True) if w * MARGIN >= most))
+        return chosen
+
     def _follow(self, history: History, tier: Tier) -> Known:
         """The request's, with what its new tokens say of the last drafts."""
         found = self.known.get(history.request_id)
         if found is None:
-            found = Known([tally.lean() for tally in self._all])
-            found.tallies[-1].got += BEFORE * tier.steps / 2 if self.behind is not None else 0.0
+            found = Known([tally.lean() for tally in self._all], len(history))
             self.known[history.request_id] = found
             return found
         came = history.tokens(found.length, len(history))
+        if not came:
+            return found
         results = [judge(draft, came) for draft in found.drafts]
-        if found.by_model and came:
-            results.append((1.0, float(min(len(came) - 1, tier.steps))))
+        if self._model is not None and found.by_model:
+            results += [(0.0, 0.0)] * (len(self.members) - len(results))
+            results.append((float(tier.steps), float(min(len(came) - 1, tier.steps))))
         for tallies in (found.tallies, self._all):
             for tally, (hoped, got) in zip(tallies, results, strict=False):
                 if hoped:
                     tally.add(hoped, got)
+        found.by_model = not drafts_on(found.foreseen, came, history.forced, tier.steps)
+        found.length, found.drafts, found.foreseen = len(history), [], None
         return found
 
-    def _cost(self, batch: int, by_model: bool) -> float:
-        times = [self._seconds.get((batch, kind)) for kind in (False, True)]
-        if all(times):
-            return median(times[by_model] or ())
-        return MODEL_COST if by_model else 1.0
 
-    def _step_begins(self) -> float:
-        """Now; between two such lies one step, whose time is noted."""
-        now = time.perf_counter()
-        if self._clocked and self._last is not None:
-            begun, kind = self._last
-            self._seconds.setdefault(kind, deque(maxlen=STEPS)).append(now - begun)
-        return now
+def promised(chain: HostDraft, steps: int) -> NDArray[np.float64]:
+    """Tokens that a chain lets expect behind each of its own, if that comes; of at most ``steps``
+    behind it."""
+    chances = np.exp(chain.scores.astype(np.float64))
+    sums = chances.cumsum()
+    ends = np.minimum(np.arange(len(sums)) + steps, len(sums) - 1)
+    found: NDArray[np.float64] = (sums[ends] - sums) / chances
+    return found
+
+
+def drafts_on(
+    foreseen: Foreseen | None, came: Sequence[int], forced: Sequence[int], steps: int
+) -> bool:
+    """Whether what was foreseen is drafted behind the tokens that ``came``, as the worker decides
+    (:meth:`overlap_spec.worker.drafts.Drafts.foreseen`)."""
+    at = len(came) - 1
+    if foreseen is None or at >= len(foreseen.starts) or foreseen.starts[at] != came[-1]:
+        return False
+    run = foreseen.tokens[at + 1 : at + 1 + steps][: len(forced)]
+    return bool(np.array_equal(run, forced))
 
 
 def judge(draft: HostDraft, came: Sequence[int]) -> tuple[float, float]:

@@ -87,10 +87,13 @@ class EngineCore:
         self.timeline.record("host", "plan", start, time.perf_counter_ns(), plan.index)
 
         kept: list[Run] | None = None
-        step = self.worker.upload(plan)
-        if self.worker.traits.drafts_on_host and plan.tier.steps:
-            kept = self._results(last)
-        self.worker.draft(step, self.worker.host_drafts.propose(plan, self._histories(plan)))
+        step, drafts = self.worker.upload(plan), self.worker.host_drafts
+        if drafts.foresees:
+            self.worker.draft(step, drafts.foreseen(plan))
+        else:
+            if self.worker.traits.drafts_on_host and plan.tier.steps:
+                kept = self._results(last)
+            self.worker.draft(step, drafts.propose(plan, self._histories(plan)))
         ahead = self.worker.traits.verifies_ahead
         if kept is None and last is not None and not ahead and self.scheduler.may_end_all(plan):
             # The one early wait, hidden under the draft.
@@ -117,6 +120,8 @@ class EngineCore:
         asks = self.worker.traits.asks_thinking and step.constrained
         self.worker.accept(step, self.grammar.free(plan, self.scheduler.running) if asks else ())
         self.worker.extend(step)
+        if drafts.foresees:
+            drafts.foresee(step, self._histories(plan))
         if self.config.overlap == "none":
             self._finish_serial(step)
         else:
@@ -180,7 +185,7 @@ class EngineCore:
 
     def _histories(self, plan: StepPlan) -> list[History]:
         """Known tokens of the decode rows, where the drafter works on the host."""
-        if not self.worker.traits.drafts_on_host:
+        if not self.worker.traits.drafts_on_host and not self.worker.host_drafts.foresees:
             return []
         by_row = {s.row: s for s in self.scheduler.running}
         return [by_row[row].history for row in plan.decode_rows]

@@ -182,7 +182,7 @@ def traits_of(phases: Phases) -> Traits:
         state_slots=None if runner.states is None else runner.states.kept_slots,
         on_gpu=on_gpu,
         compiles=on_gpu,
-        drafts_on_host=proposer is not None,
+        drafts_on_host=proposer is not None and proposer.behind is None,
         guided=proposer is not None and proposer.guided,
         reads_states=runner.reads_states,
         stops_drafts=runner.stepwise and phases.draft.stop is not None,

@@ -6,7 +6,6 @@ import importlib
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from overlap_spec.tiers import Tier
 from overlap_spec.worker.batch import Batch, uploaded
 from overlap_spec.worker.drafts import link
 from overlap_spec.worker.graphs import Eager, Recorded, Tensors
-from overlap_spec.worker.host_drafts import Proposal
+from overlap_spec.worker.host_drafts import Forecast, Proposal
 from overlap_spec.worker.passes import Drafted, StepTensors
 from overlap_spec.worker.recordings import Recordings
 
@@ -41,12 +40,12 @@ class DraftPhase:
         self.recordings, self.runner, self.guard = recordings, recordings.runner, recordings.guard
         self.stop = optional("draft_stop")
 
-    def __call__(self, step: StepTensors, proposal: Proposal | None = None) -> None:
+    def __call__(self, step: StepTensors, proposal: Proposal | Forecast | None = None) -> None:
         """Grow the trees, if the step has any.
 
         Args:
             proposal: Of a drafter on the host, for the first rows of the batch. Those for which it
-                proposes nothing are left to the drafter behind it, if there is one.
+                has foreseen nothing are left to the drafter behind it.
         """
         batch, plan, rows = step.batch, step.batch.plan, step.batch.rows
         if not batch.trees:
@@ -58,11 +57,18 @@ class DraftPhase:
         proposed: Draft | None = None
         over: Draft | None = None
         if proposal is not None:
-            device = self.runner.tables.device
-            proposed = Draft(*(uploaded(torch.from_numpy(part), device) for part in proposal))
-            behind = self.runner.drafter is not self.runner.proposer
-            if behind and (proposal[2][:, 0] == -np.inf).any():
-                proposed, over = None, proposed
+            device, drafts = self.runner.tables.device, self.recordings.drafts
+            given = [uploaded(torch.from_numpy(part), device) for part in proposal]
+            if isinstance(proposal, Forecast):
+                over = drafts.foreseen(rows[: batch.trees], given, tier.own)
+                # To know that it is for all or none, a GPU's host would have to wait.
+                there = over.scores[:, 0] > -torch.inf
+                if device.type == "cpu" and there.all():
+                    proposed, over = over, None
+                elif device.type == "cpu" and not there.any():
+                    over = None
+            else:
+                proposed = Draft(*given)
         if proposed is not None:
             trees = self.recordings.drafts.trees
             draft: Recorded = Eager(partial(trees, tier, *kind, proposed=proposed))

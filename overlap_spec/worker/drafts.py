@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 from overlap_spec.drafters.base import Draft, Roots
 from overlap_spec.drafters.sound import sound
 from overlap_spec.kernels import Tree, build_chain, build_tree
+from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.tiers import Tier
 from overlap_spec.worker.graphs import Tensors, padded
 from overlap_spec.worker.model_runner import ModelRunner
@@ -58,6 +61,27 @@ class Drafts:
         """As :meth:`trees`, where nothing is drafted: what a recording needs of a tree."""
         roots = self.known_roots(rows, pages)
         return self._linked(roots, _no_draft(roots, tier.nodes - 1), tier)
+
+    def foreseen(self, rows: Tensor, forecast: Sequence[Tensor], tier: Tier) -> Draft:
+        """Chains of what was foreseen behind the rows' roots; dead where the text went another way,
+        or where that is not worth a draft, or is not what the grammar forces.
+
+        Args:
+            forecast: The parts of a :class:`overlap_spec.worker.host_drafts.Forecast`.
+        """
+        known, tokens, scores, starts = forecast
+        tables, most = self.runner.tables, tier.nodes - 1
+        at, last = (tables.committed[rows] - known)[:, None], tokens.shape[1] - most - 1
+        place = at.clamp(0, last)
+        there = (at == place) & (starts.gather(1, place) == tables.roots[rows][:, None])
+        behind = torch.arange(most, device=at.device)
+        drafted = tokens.gather(1, place + 1 + behind)
+        score = scores.gather(1, place + 1 + behind) - scores.gather(1, place)
+        forced = self.runner.told.forced[rows]
+        told = F.pad(drafted[:, : tier.steps], (0, RUN_TOKENS), value=-1)[:, : forced.shape[1]]
+        there &= ((forced < 0) | (forced == told)).all(1, keepdim=True)
+        score = score.masked_fill(~there | (behind >= tier.steps), -torch.inf)
+        return Draft(drafted, behind.expand_as(drafted), score)
 
     def overlay(self, outputs: Tensors, rows: Tensor, proposed: Draft, tier: Tier) -> Tensors:
         """What :meth:`trees` returns, with the trees of those rows that have a proposal in the

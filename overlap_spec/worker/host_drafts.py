@@ -1,20 +1,36 @@
-"""What a drafter on the host proposes for a step, from known tokens."""
+"""What a drafter on the host proposes for a step, from known tokens, or has foreseen of it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from overlap_spec.drafters.base import Drafter, host_draft
+import numpy as np
+
+from overlap_spec.drafters.base import Drafter, Foreseen, host_draft
 from overlap_spec.drafters.grafts import graft
 from overlap_spec.steps import History, Int64s, StepPlan
 from overlap_spec.tiers import Floats
 from overlap_spec.worker.drafter_guard import DrafterGuard
+from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.streams import RecordSpan
 
 # Tokens, parents and scores of all trees.
 Proposal = tuple[Int64s, Int64s, Floats]
+
+
+class Forecast(NamedTuple):
+    """What was foreseen for the requests of a step: ``known`` int64 ``(B,)``, how many tokens of
+    each were known then, and ``tokens``, ``scores`` and ``starts`` ``(B, M)`` as of
+    :class:`Foreseen`. Behind its end a score is -inf and a start -1: of so many as a draft has
+    nodes."""
+
+    known: Int64s
+    tokens: Int64s
+    scores: Floats
+    starts: Int64s
 
 
 class HostDrafts:
@@ -25,6 +41,9 @@ class HostDrafts:
         guard: Around what the drafter does.
         run_behind: The tokens that the grammar forces behind a row's root.
         record: Takes spans for the timeline.
+
+    Attributes:
+        foresees: Whether it drafts for the step after the one under way, so that none waits for it.
     """
 
     def __init__(
@@ -36,6 +55,9 @@ class HostDrafts:
     ) -> None:
         self._drafter, self._guard = drafter, guard
         self._run_behind, self._record = run_behind, record
+        self.foresees = drafter is not None and drafter.behind is not None
+        # By request id, with how many tokens were known then.
+        self._foreseen: dict[int, tuple[int, Foreseen]] = {}
 
     def propose(self, plan: StepPlan, histories: Sequence[History]) -> Proposal | None:
         """The drafts of a step's trees; None where nothing is drafted on the host.
@@ -49,18 +71,48 @@ class HostDrafts:
         start = time.perf_counter_ns()
         arrays = None
         with self._guard:
-            known = [
-                replace(history, forced=self._run_behind(row))
-                for history, row in zip(histories, plan.decode_rows, strict=True)
-            ]
-            drafts = drafter.propose(known, tier)
-            if drafter.behind is None:
-                pairs = zip(drafts, known, strict=True)
-                drafts = [graft(draft, history.forced, tier) for draft, history in pairs]
-            if drafter.behind is None or any(len(draft.tokens) for draft in drafts):
-                arrays = host_draft(drafts, tier)
+            known = self._with_runs(plan, histories)
+            pairs = zip(drafter.propose(known, tier), known, strict=True)
+            drafts = [graft(draft, history.forced, tier) for draft, history in pairs]
+            arrays = host_draft(drafts, tier)
         self._record("host", "propose", start, time.perf_counter_ns(), plan.index)
         return arrays
+
+    def foresee(self, step: InFlightStep, histories: Sequence[History]) -> None:
+        """Have the step after this one drafted, as soon as this one is verified.
+
+        Args:
+            histories: As of :meth:`propose`.
+        """
+        drafter, plan = self._drafter, step.plan
+        if drafter is None or not plan.tier.steps or not histories or self._guard.fault is not None:
+            return
+        # Between two passes of a CPU the host would keep their thread waiting.
+        step.events.drafted.synchronize()
+        start = time.perf_counter_ns()
+        with self._guard:
+            found = drafter.foresee(self._with_runs(plan, histories), plan.tier.own)
+            pairs = zip(histories, found, strict=True)
+            self._foreseen = {h.request_id: (len(h), own) for h, own in pairs if own is not None}
+        self._record("host", "propose", start, time.perf_counter_ns(), plan.index)
+
+    def foreseen(self, plan: StepPlan) -> Forecast | None:
+        """What was foreseen for a step's trees; None where that is nothing."""
+        ids = plan.request_ids[: len(plan.decode_rows)]
+        found = [(row, *self._foreseen[n]) for row, n in enumerate(ids) if n in self._foreseen]
+        if not found or not plan.tier.steps:
+            return None
+        shape = len(ids), max(len(own.tokens) for *_, own in found) + plan.tier.own.nodes - 1
+        tokens, starts = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
+        known, scores = np.zeros(len(ids), np.int64), np.full(shape, -np.inf, np.float32)
+        for row, length, own in found:
+            known[row], count = length, len(own.tokens)
+            tokens[row, :count], scores[row, :count], starts[row, :count] = own
+        return Forecast(known, tokens, scores, starts)
+
+    def _with_runs(self, plan: StepPlan, histories: Sequence[History]) -> list[History]:
+        rows = zip(histories, plan.decode_rows, strict=True)
+        return [replace(history, forced=self._run_behind(row)) for history, row in rows]
 
     def forget(self, history: History) -> None:
         """A request has ended."""

@@ -13,7 +13,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.steps import Part, StepPlan, StepResult
 from overlap_spec.types import Request
 from overlap_spec.worker.batch import PlanUpload
-from overlap_spec.worker.host_drafts import HostDrafts, Proposal
+from overlap_spec.worker.host_drafts import Forecast, HostDrafts, Proposal
 from overlap_spec.worker.in_flight import InFlightStep, Rotation
 from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
@@ -164,17 +164,17 @@ class Worker:
         return step
 
     @torch.inference_mode()
-    def draft(self, step: InFlightStep, proposal: Proposal | None = None) -> None:
+    def draft(self, step: InFlightStep, proposal: Proposal | Forecast | None = None) -> None:
         """Queue the drafts, and the tree's copy to the host.
 
         Args:
-            proposal: Of a drafter on the host.
+            proposal: Of a drafter on the host, or what it has foreseen.
         """
         self.tell("draft", proposal)
         compute, copy = self.streams.compute, self.streams.copy
         compute.run("draft", step.draft, self.phases.draft, proposal)
+        compute.record(step.events.drafted)
         if step.tree_is_read:
-            compute.record(step.events.drafted)
             copy.wait(step.events.drafted)
             copy.run("tree", step.copy_tree)
             copy.record(step.events.tree_on_host)

@@ -140,7 +140,7 @@ def test_committed_records_are_of_committed_trees_and_read() -> None:
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     # "…seed2… to …seed6…" names those between.
-    text += "".join(f"cpu-embedded-seed{n}-2026-11-23" for n in range(3, 6))
+    text += "".join(f"cpu-embedded-seed{n}-2026-11-27" for n in range(3, 6))
     for path in folder.glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
         commits = record["commits"].values() if "commits" in record else [record["commit"]]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.drafters.base import Drafter, HostDraft
-from overlap_spec.drafters.row import RowDrafter, judge
+from overlap_spec.drafters.base import Drafter, Foreseen, HostDraft
+from overlap_spec.drafters.row import RowDrafter, Tally, drafts_on, judge
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 from overlap_spec.grammar.spec import Grammar
@@ -66,7 +66,7 @@ def test_what_came_of_a_draft() -> None:
 
 def test_who_was_right_before_goes() -> None:
     """The second member promises less, and is right."""
-    row = RowDrafter([Says([1, 1, 1], 0.9), Says([2, 2, 2], 0.6)], None, clocked=False)
+    row = RowDrafter([Says([1, 1, 1], 0.9), Says([2, 2, 2], 0.6)], None)
     history = History(0, [5], [])
     drafted = [step(row, history, [2, 2, 2, 2]) for _ in range(6)]
     assert drafted[0] == [1, 1, 1]
@@ -75,34 +75,66 @@ def test_who_was_right_before_goes() -> None:
     assert step(row, History(1, [5], []), []) == [2, 2, 2]
 
 
-def test_a_model_goes_where_it_brings_more() -> None:
-    sure, unsure = Says([1, 1, 1, 1], 0.97), Says([1], 0.2)
-    for member, came, by_model in ((sure, [1] * 5, False), (unsure, [3, 3, 3, 3], True)):
-        row = RowDrafter([member], Model([], 1.0), clocked=False)
-        history = History(0, [5], [])
-        drafted = [step(row, history, came) for _ in range(6)]
-        assert (drafted[-1] == []) == by_model
+def ahead(
+    row: RowDrafter, histories: Sequence[History], came: Sequence[Sequence[int]]
+) -> list[Any]:
+    """What was foreseen while a step ran, and then the tokens that it brings."""
+    found = row.foresee(histories, CHAIN)
+    for history, tokens in zip(histories, came, strict=True):
+        assert isinstance(history.output, list)
+        history.output.extend(tokens)
+    return found
 
 
-def test_one_batch_has_both() -> None:
-    """Where a model drafts for some requests, others keep what the host is surer of."""
+def test_what_promises_more_than_the_model_is_drafted_a_step_early() -> None:
+    sure, unsure = Says([1] * 9, 0.97), Says([1], 0.2)
+    # The model's drafts are refused, or accepted.
+    for member, came, ours in ((sure, [1], True), (sure, [3] * 5, False), (unsure, [3], False)):
+        row = RowDrafter([member], Model([], 1.0))
+        history = [History(0, [5], [])]
+        for _ in range(20):
+            (found,) = ahead(row, history, [came])
+            if found is not None:
+                break
+        assert (found is not None) == ours
 
-    class Sure(Says):
+
+def test_a_draft_starts_where_enough_is_left_of_the_chain() -> None:
+    row = RowDrafter([Says(range(9), 0.97)], Model([], 1.0))
+    histories = [History(0, [5], [])]
+    ahead(row, histories, [[]])
+    # Of four drafts of the model's one is accepted.
+    row.known[0].tallies, row.known[0].left = [Tally(4.0, 4.0), Tally(4.0, 1.0)], 0
+    (found,) = ahead(row, histories, [[]])
+    assert found.tokens.tolist() == [*range(9)]
+    # Behind the last but one a single token is left, and behind the last none.
+    assert found.starts.tolist() == [*range(7), -1, -1]
+
+
+def test_who_drafted_is_told_by_what_came() -> None:
+    chain = Foreseen(np.array([1, 2, 3, 4]), np.zeros(4, np.float32), np.array([1, -1, 3, -1]))
+    assert drafts_on(chain, [1], (), 2)
+    assert drafts_on(chain, [9, 9, 3], (), 2)
+    assert drafts_on(chain, [1], [2, 3], 2)
+    for came, forced in (([1, 2], ()), ([2], ()), ([1], [3]), ([1], [2, 3, 4]), ([1] * 5, ())):
+        assert not drafts_on(chain, came, forced, 2)
+    assert not drafts_on(None, [1], (), 2)
+
+
+def test_what_promises_nothing_is_asked_less_often() -> None:
+    asked = []
+
+    class Counted(Says):
         def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
-            found = super().propose(histories, tier)
-            nothing = HostDraft(np.empty(0, np.int64), None, np.empty(0, np.float32))
-            return [d if h.request_id == 0 else nothing for d, h in zip(found, histories)]  # noqa: B905
+            asked.append(len(histories))
+            return super().propose(histories, tier)
 
-    row = RowDrafter([Sure([1, 1, 1, 1], 0.99)], Model([], 1.0), clocked=False)
-    known = [History(n, [5], []) for n in range(3)]
-    for _ in range(6):
-        drafts = row.propose(known, CHAIN)
-        for history, came in zip(known, ([1] * 5, [3, 3, 3], [3, 3, 3]), strict=True):
-            assert isinstance(history.output, list)
-            history.output.extend(came)
-    assert [len(draft.tokens) for draft in drafts] == [4, 0, 0]
-    for history in known:
-        row.forget(history)
+    row = RowDrafter([Counted([1], 0.2)], Model([], 1.0))
+    for _ in range(31):
+        ahead(row, [History(0, [5], [])], [[3, 3, 3]])
+    # At steps 1, 3, 7, 15, 23 and 31.
+    assert sum(asked) == 6
+    row.forget(History(0, [5], []))
     assert not row.known
 
 
@@ -122,7 +154,8 @@ def test_what_is_no_row_is_an_error(tiny: dict[str, Any], named: str, said: str)
 
 
 def test_both_draft_in_an_engine(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeated text beside free text: some trees are the host's, others the head's."""
+    """Repeated text beside free text: some trees are the host's, others the head's. No step waits
+    for the one before, so that accept lengths are those of the serial mode."""
     overlaid = []
     before = Drafts.overlay
 
@@ -131,16 +164,24 @@ def test_both_draft_in_an_engine(tiny: dict[str, Any], monkeypatch: pytest.Monke
         return before(*given)
 
     monkeypatch.setattr(Drafts, "overlay", overlay)
-    prompts = ["abcabcabcabc", "xyz xyz xyz", "0123456789"]
-    grammars = [Grammar.regex("(abcdefghij){9}"), None, Grammar.regex("[a-d]{60}")]
+    prompts = ["abcabcabcabc", "xyz xyz xyz", "0123456789", "9876543210"]
+    grammars = [Grammar.regex(text) for text in ("(abcdefghij){9}", "[a-d]{60}", "[e-h]{60}")]
+    grammars.insert(1, None)
     asked = {"max_tokens": 90, "temperature": 0}
     with Engine(**tiny, algorithm="none", overlap="none") as engine:
         want = engine.generate(prompts, grammars, asked)
-    with Engine(**tiny, algorithm=" Suffix, eagle3", adaptive="static") as engine:
-        got = engine.generate(prompts, grammars, asked)
-        assert engine.snapshot()["drafter"]["name"] == "suffix,eagle3"
-        assert engine.snapshot()["drafter"]["faults"] == 0
-    assert [o.token_ids for o in got] == [o.token_ids for o in want]
+    lengths = []
+    for overlap in ("none", "once-sync"):
+        named = {"algorithm": " Suffix, eagle3", "adaptive": "static", "overlap": overlap}
+        with Engine(**tiny, **named) as engine:
+            assert not engine.core.worker.traits.drafts_on_host
+            got = engine.generate(prompts, grammars, asked)
+            assert engine.snapshot()["drafter"]["name"] == "suffix,eagle3"
+            assert engine.snapshot()["drafter"]["faults"] == 0
+            lengths.append([engine.generate(p, g, asked).stats.accept_length
+                            for p, g in zip(prompts, grammars, strict=True)])  # fmt: skip
+        assert [o.token_ids for o in got] == [o.token_ids for o in want]
+    assert lengths[0] == lengths[1]
     assert overlaid
 
 
