@@ -86,3 +86,9 @@ def unknown(
     meant = (elsewhere or {}).get(name) or (alike[0] if alike else None)
     hint = f"did you mean {meant!r}? " if meant else ""
     return f"unknown {what} {name!r}; {hint}known: {', '.join(names)}"
+
+
+def reason(error: OSError | UnicodeError) -> str:
+    """Why a file cannot be read or written, in the system's words."""
+    text = error.strerror if isinstance(error, OSError) else None
+    return text[:1].lower() + text[1:] if text else str(error)

@@ -130,7 +130,8 @@ class SamplingParams:
             if value is None:
                 continue
             if not _is_number(value) or not low <= value <= high or value == float("inf"):
-                raise InvalidRequest(f"{name} must be a number in [{low}, {high}]: {value!r}", name)
+                span = f"in [{low}, {high}]" if high < float("inf") else f"of at least {low}"
+                raise InvalidRequest(f"{name} must be a finite number {span}: {value!r}", name)
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
             raise InvalidRequest(f"{name} must be over 0", name)

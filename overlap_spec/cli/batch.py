@@ -18,9 +18,8 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from overlap_spec.cli.flags import OUTPUT, with_engine, with_flags
-from overlap_spec.cli.request import reason
 from overlap_spec.config import EngineConfig
-from overlap_spec.errors import InvalidRequest, OverlapSpecError
+from overlap_spec.errors import InvalidRequest, OverlapSpecError, reason
 from overlap_spec.server.settings import ServerSettings
 
 if TYPE_CHECKING:

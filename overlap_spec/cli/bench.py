@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from overlap_spec.cli.flags import with_flags
-from overlap_spec.cli.request import reason
-from overlap_spec.errors import ConfigError, EngineUnavailable
+from overlap_spec.errors import ConfigError, EngineUnavailable, reason
 from overlap_spec.load.settings import Load
 
 if TYPE_CHECKING:

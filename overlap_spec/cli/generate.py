@@ -18,12 +18,11 @@ from overlap_spec.cli.request import (
     SAMPLING_FLAGS,
     ConstraintFlags,
     read_text,
-    reason,
     take,
 )
 from overlap_spec.cli.terminal import loading
 from overlap_spec.config import EngineConfig
-from overlap_spec.errors import InvalidRequest, OverlapSpecError, RequestFailed
+from overlap_spec.errors import InvalidRequest, OverlapSpecError, RequestFailed, reason
 from overlap_spec.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -101,19 +100,20 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from the argument, its file or standard input.
 
     Raises:
-        InvalidRequest: it is given twice or not at all, or the file cannot be read.
+        InvalidRequest: it is given twice, not at all or empty, or the file cannot be read.
     """
     if prompt is not None and file is not None:
         raise InvalidRequest("a prompt and --prompt-file: give one of them", "prompt")
-    if file is not None:
-        return read_text("--prompt-file", file)
-    if prompt is None and sys.stdin.isatty():
+    if prompt is None and file is None and sys.stdin.isatty():
         raise InvalidRequest("give a prompt, --prompt-file, or text on standard input", "prompt")
-    if prompt not in (None, "-"):
-        return str(prompt)
-    text = sys.stdin.read()
+    if file is not None:
+        source, text = f"--prompt-file {file}", read_text("--prompt-file", file)
+    elif prompt is None or prompt == "-":
+        source, text = "standard input", sys.stdin.read()
+    else:
+        source, text = "PROMPT", prompt
     if not text.strip():
-        raise InvalidRequest("standard input is empty: give a prompt there, or as PROMPT", "prompt")
+        raise InvalidRequest(f"{source} is empty: give a prompt there", "prompt")
     return text
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from overlap_spec.cli.flags import GRAMMAR, OUTPUT, SAMPLING, SERVER_HELP
 from overlap_spec.config import Help
-from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest
+from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest, reason
 
 if TYPE_CHECKING:
     from overlap_spec.grammar.spec import AdditionalProperties, Formats, Grammar, KeyOrder
@@ -117,9 +117,9 @@ class ConstraintFlags:
     @property
     def schema_file(self) -> Path | None:
         """The file of ``--schema``; None where it is the text itself."""
-        if not self.schema or self.schema.lstrip().startswith("{"):
+        if not self.schema or self.schema.strip() in ("true", "false"):
             return None
-        return Path(self.schema)
+        return None if self.schema.lstrip().startswith("{") else Path(self.schema)
 
     @contextlib.contextmanager
     def naming(self) -> Iterator[None]:
@@ -185,14 +185,8 @@ def read_text(flag: str, path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, UnicodeError) as error:
-        hint = ", and no JSON object" if flag == "--schema" and not path.exists() else ""
+        hint = ", and no JSON schema" if flag == "--schema" and not path.exists() else ""
         raise InvalidRequest(f"{flag} {path}: {reason(error)}{hint}") from None
-
-
-def reason(error: OSError | UnicodeError) -> str:
-    """Why a file cannot be read or written, in the system's words."""
-    text = error.strerror if isinstance(error, OSError) else None
-    return text[:1].lower() + text[1:] if text else str(error)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 from pathlib import Path
 
-from overlap_spec.errors import ConfigError
+from overlap_spec.errors import ConfigError, reason
 from overlap_spec.server.settings import ServerSettings
 
 
@@ -74,7 +74,7 @@ def _keys(name: str, key: str | None, file: Path | None) -> tuple[bytes, ...]:
         try:
             lines = [line.strip() for line in file.read_text().splitlines()]
         except (OSError, UnicodeError) as error:
-            raise ConfigError(f"{name}_file {file}: {error}") from None
+            raise ConfigError(f"{name}_file {file}: {reason(error)}") from None
         read = [line for line in lines if line and not line.startswith("#")]
         if not read:
             raise ConfigError(f"{name}_file {file}: has no key; one a line is expected")

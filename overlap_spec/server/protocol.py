@@ -25,7 +25,7 @@ from overlap_spec.types import Request, SamplingParams
 
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Number = Annotated[float, Field(strict=True, ge=-1e9, le=1e9)]
+Number = Annotated[float, Field(strict=True, ge=-1e9, le=1e9, allow_inf_nan=False)]
 Item = TypeVar("Item")
 # Stops at its first wrong item: an error for each of a million items takes a minute.
 Items = Annotated[list[Item], Field(fail_fast=True)]

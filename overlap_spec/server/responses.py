@@ -242,7 +242,6 @@ class ResponsesBody(GenerationBody):
     metadata: Metadata | None = Field(
         None, description="At most 16 short texts, repeated in the response and not used."
     )
-    truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     service_tier: ServiceTier = Field(None, description="Accepted and not used.")
     user: Label | None = Field(None, description="Accepted and not used.")
@@ -260,12 +259,13 @@ class ResponsesBody(GenerationBody):
         "prompt": "there are no stored prompts: send instructions and input",
         "max_tool_calls": "the caller's own tools alone are called, once a response",
         "context_management": "shorten the input",
+        "truncation": "an input that is too long is refused, so shorten it",
         "moderation": "there is no moderation",
         "max_tokens": "send max_output_tokens",
         "messages": "send input",
         "response_format": "send text.format",
     }
-    neutral: ClassVar[Mapping[str, Any]] = {"store": False}
+    neutral: ClassVar[Mapping[str, Any]] = {"store": False, "truncation": "disabled"}
 
     @property
     def with_logprobs(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.errors import ConfigError, InvalidRequest
+from overlap_spec.errors import ConfigError, InvalidRequest, reason
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.training.batches import PROMPT_WEIGHT, Row
 
@@ -73,7 +73,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip():
                     yield number, line
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read: {reason(error)}") from None
 
 
 def _object(line: str) -> dict[str, Any]:

@@ -152,9 +152,13 @@ def test_an_unknown_argument_is_named_with_what_was_meant(
 
 
 def test_a_wrong_value_is_named(engine: Engine) -> None:
-    with pytest.raises(InvalidRequest, match="top_p must be a number") as caught:
-        engine.generate("go", top_p=2)
-    assert caught.value.param == "top_p"
+    for name, value, said in (
+        ("top_p", 2, "a finite number in [0.0, 1.0]: 2"),
+        ("temperature", float("nan"), "a finite number of at least 0.0: nan"),
+    ):
+        with pytest.raises(InvalidRequest, match=re.escape(f"{name} must be {said}")) as caught:
+            engine.generate("go", **{name: value})
+        assert caught.value.param == name
 
 
 def test_unknown_settings_are_named_with_what_was_meant() -> None:

@@ -25,7 +25,7 @@ import pytest
 from rich.console import Console
 from starlette.types import Receive, Scope, Send
 
-from overlap_spec import Engine, SamplingParams, __version__, cli
+from overlap_spec import Engine, Grammar, SamplingParams, __version__, cli
 from overlap_spec.cli.batch import settled
 from overlap_spec.cli.chat import Chat
 from overlap_spec.cli.profile import costs, in_units, verdict
@@ -133,6 +133,8 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
     [
         ("generate go --prompt-file x", "give one of them"),
         ("generate --prompt-file /nonexistent", "--prompt-file /nonexistent: no such file"),
+        ("generate ''", "prompt: PROMPT is empty: give a prompt there"),
+        ("generate --prompt-file /dev/null", "--prompt-file /dev/null is empty"),
         ("generate go --system s --raw", "system: --system needs the chat template"),
         ("generate go --schema {tmp}/bad.json", "--schema {tmp}/bad.json: $.items.type: 'integr'"),
         ("generate go --schema {tmp}/none.json", "none.json: no such file or directory, and"),
@@ -142,7 +144,7 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
         ("generate go --tools {tmp}/half.json", "--tools {tmp}/half.json: the file is not JSON: "),
         ("generate go --tools {tmp}/tools.json {model}", "name it with --tool-call-parser"),
         ("generate go --output {tmp}/no/out.txt", "--output {tmp}/no/out.txt: no such file"),
-        ("generate go --top-p 2", "error: top_p must be a number in"),
+        ("generate go --top-p 2", "error: top_p must be a finite number in"),
         ("generate go --schema '{broken'", "schema"),
         ("generate go --schema ''", "the schema is not JSON"),
         ("generate go --regex '' --choice b", "only one constraint"),
@@ -177,6 +179,11 @@ def test_faults_of_the_command_line_are_one_line(
     (line,) = printed.err.splitlines()
     assert line.startswith("error: ")
     assert words in line
+
+
+@pytest.mark.parametrize(("text", "schema"), [("true", True), (" false\n", False)])
+def test_a_schema_of_one_word_is_no_file(text: str, schema: bool) -> None:
+    assert ConstraintFlags(schema=text).grammar(None) == Grammar.json_schema(schema)
 
 
 def test_a_trace_that_cannot_be_written_is_one_line(

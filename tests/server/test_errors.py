@@ -78,6 +78,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (RESPONSES, {}, "input", "required"),
     (RESPONSES, {"input": "x", "previous_response_id": "y"}, "previous_response_id", "stored"),
     (RESPONSES, {"input": "x", "store": True}, "store", "false is taken"),
+    (RESPONSES, {"input": "x", "truncation": "auto"}, "truncation", 'so shorten it; "disabled"'),
     (CHAT, {"store": True}, "store", "false is taken"),
     (RESPONSES, {"input": "x", "max_tokens": 1}, "max_tokens", "max_output_tokens"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
@@ -215,7 +216,9 @@ def test_bodies_that_are_no_json_objects(server: Server) -> None:
     number = '{"messages":[{"role":"user","content":"x"}],"seed":1' + "0" * 5000 + "}"
     error_of(server.post(CHAT, number))
     nan = '{"messages":[{"role":"user","content":"x"}],"temperature":NaN}'
-    assert error_of(server.post(CHAT, nan))["param"] == "temperature"
+    told = error_of(server.post(CHAT, nan))
+    assert told["param"] == "temperature"
+    assert "finite number" in told["message"]
 
 
 def test_limits_of_size(server: Server) -> None:
