@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -87,11 +87,16 @@ class Muon(torch.optim.Optimizer):
             rows = [x for cut, whole in zip(cuts, trained, strict=True) for x in cut(whole)]
             pieces = [x for cut, whole in zip(cuts, updates, strict=True) for x in cut(whole)]
             steps = orthogonal_steps(pieces, rows[0].dtype)
-            for shape in dict.fromkeys(x.shape for x in rows):
-                alike = [number for number, x in enumerate(rows) if x.shape == shape]
+            for shape, alike in by_shape(rows):
                 factor = -group["lr"] * math.sqrt(max(1.0, shape[0] / shape[1]))
                 some = [rows[number] for number in alike]
                 torch._foreach_add_(some, [steps[number] for number in alike], alpha=factor)
+
+
+def by_shape(tensors: Sequence[Tensor]) -> Iterator[tuple[torch.Size, list[int]]]:
+    """The numbers of those that have a shape in common."""
+    for shape in dict.fromkeys(x.shape for x in tensors):
+        yield shape, [number for number, x in enumerate(tensors) if x.shape == shape]
 
 
 def orthogonal_steps(pieces: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -103,8 +108,7 @@ def orthogonal_steps(pieces: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     if not pieces[0].is_cuda:
         return [orthogonalise(piece, inside).to(dtype) for piece in pieces]
     steps = list(pieces)
-    for shape in dict.fromkeys(piece.shape for piece in pieces):
-        alike = [number for number, piece in enumerate(pieces) if piece.shape == shape]
+    for _, alike in by_shape(pieces):
         together = orthogonalise(torch.stack([pieces[number] for number in alike]), inside)
         for number, step in zip(alike, together.to(dtype).unbind(), strict=True):
             steps[number] = step

@@ -81,8 +81,9 @@ class CudaGraph(Recorded):
         self.inputs = inputs = tuple(x.contiguous() for x in inputs)
         # Kernels are compiled and libraries set up by a run that is not captured. Its outputs lie
         # outside the pool, where each graph overwrites what others have left.
-        outputs = tuple(x.contiguous() for x in work(*inputs))
-        self.outputs = outputs if into is None else into
+        found = work(*inputs)
+        self.outputs = tuple(x.contiguous() for x in found) if into is None else into
+        del found
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(
             self._graph,

@@ -173,7 +173,8 @@ class Worker:
         self.tell("draft", proposal)
         compute, copy = self.streams.compute, self.streams.copy
         compute.run("draft", step.draft, self.phases.draft, proposal)
-        compute.record(step.events.drafted)
+        if step.tree_is_read or self.host_drafts.foresees:
+            compute.record(step.events.drafted)
         if step.tree_is_read:
             copy.wait(step.events.drafted)
             copy.run("tree", step.copy_tree)
