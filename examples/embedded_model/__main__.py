@@ -23,6 +23,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from examples.embedded_model.data import END, PAD, DocumentMaker, read_gsm8k
 from examples.embedded_model.draft_model import RECIPE, DraftModelTrainer, cut_out
-from examples.embedded_model.stream import BatchStream, Source, WorkerStream
+from examples.embedded_model.stream import BatchStream, WorkerStream
 from examples.embedded_model.target import (
     TargetRecipe,
     TargetTrainer,
@@ -52,7 +53,7 @@ from overlap_spec.models.weights import load_decoder, load_eagle3
 from overlap_spec.training.batches import WIDTHS, Row, answer_row
 from overlap_spec.training.budget import Budget
 from overlap_spec.training.export import export_head
-from overlap_spec.training.generate import answers
+from overlap_spec.training.generate import AT_ONCE, answers
 from overlap_spec.training.head import HeadRecipe, HeadTrainer, new_head
 from overlap_spec.training.parallel import DEPTHS, ParallelTrainer, new_parallel
 from overlap_spec.training.progress import COLUMNS, Bars
@@ -66,7 +67,7 @@ OWN_OUTPUTS = (("extraction", 512, 128), ("tool_call", 160, 80), ("gsm8k", 256, 
 TOKENS_PER_BATCH = {"cpu": 3072, "cuda": 12288}
 # Likewise, prompts that are answered together; and how often OWN_OUTPUTS, lest what a GPU learns
 # from them be the same again and again.
-ANSWERED_AT_ONCE = {"cpu": 16, "cuda": 1024}
+ANSWERED_AT_ONCE = {"cpu": AT_ONCE, "cuda": 1024}
 TIMES = {"cpu": 1, "cuda": 8}
 HEAD_WIDTHS = (96, 144, 208, 320, 640, 2304)
 # What can be trained, and for how many minutes.
@@ -159,6 +160,7 @@ class Builder:
             **self._settings(),
         )
         if options.device == "cuda":
+            # A token more than one batch has: two batches.
             recipe = replace(recipe, tokens_per_step=self._tokens_per_batch() + 1)
         if options.init:
             model = load(options.init / "target")
@@ -232,12 +234,20 @@ class Builder:
         """Documents for one of the trainings, none longer than the model's context."""
         longest = min(max(widths), model.config.max_position)
         size = self._tokens_per_batch()
-        source = Source(self.tokenizer.to_str(), self.gsm8k, size, longest, widths, **replay)
+        make = partial(
+            BatchStream,
+            self.tokenizer,
+            self.gsm8k,
+            tokens_per_batch=size,
+            max_length=longest,
+            widths=widths,
+            **replay,
+        )
         seed, workers = self.options.seed + number, self.options.workers
         if not workers:
-            yield source.stream(seed)
+            yield make(seed=seed)
             return
-        stream = WorkerStream(source, seed, workers)
+        stream = WorkerStream(make, seed, workers)
         try:
             yield stream
         finally:

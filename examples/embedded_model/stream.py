@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from queue import Empty, Full
@@ -98,30 +99,6 @@ class BatchStream:
         self.rng.setstate(rng_state)
 
 
-@dataclass(frozen=True)
-class Source:
-    """All that a stream is made of but its seed; each process makes its own of it.
-
-    Attributes:
-        tokenizer: As JSON. The others: as of :class:`BatchStream`.
-    """
-
-    tokenizer: str
-    gsm8k: list[tuple[str, str]]
-    tokens_per_batch: int
-    max_length: int
-    widths: tuple[int, ...] = WIDTHS
-    replay: list[Row] = field(default_factory=list)
-    replay_share: float = 0.0
-
-    def stream(self, seed: int) -> BatchStream:
-        """The stream of this process."""
-        parts = {name: getattr(self, name) for name in ("widths", "replay", "replay_share")}
-        size, longest = self.tokens_per_batch, self.max_length
-        tokenizer = Tokenizer.from_str(self.tokenizer)
-        return BatchStream(tokenizer, self.gsm8k, seed, size, longest, **parts)
-
-
 # Batches that wait in each process.
 AHEAD = 8
 
@@ -133,12 +110,12 @@ class WorkerStream:
     the curriculum shows once what was ahead is used up.
 
     Args:
-        source: What each process makes its stream of.
+        make: Makes a :class:`BatchStream` of a ``seed``, in each process its own; it is pickled.
         workers: How many processes.
     """
 
-    def __init__(self, source: Source, seed: int, workers: int) -> None:
-        self.source, self.seed, self.workers, self.taken = source, seed, workers, 0
+    def __init__(self, make: Callable[..., BatchStream], seed: int, workers: int) -> None:
+        self.make, self.seed, self.workers, self.taken = make, seed, workers, 0
         self.processes: list[Any] = []
 
     def _start(self, warm_up: bool) -> None:
@@ -151,7 +128,7 @@ class WorkerStream:
             # After a stop the seeds are new: nothing is learnt twice, nothing need be skipped.
             seed = Random(f"{self.seed} {number} {first}").getrandbits(62)
             process = context.Process(
-                target=_write, args=(self.source, seed, queue, self.warm_up), daemon=True
+                target=_write, args=(self.make, seed, queue, self.warm_up), daemon=True
             )
             process.start()
             self.processes.append(process)
@@ -194,7 +171,7 @@ class WorkerStream:
         self.taken = pickle.loads(state)
 
 
-def _write(source: Source, seed: int, queue: Any, warm_up: Any) -> None:
+def _write(make: Callable[..., BatchStream], seed: int, queue: Any, warm_up: Any) -> None:
     """One process: batches into its queue, as arrays, until it or its parent is ended."""
     parent = parent_process()
     assert parent is not None
@@ -202,7 +179,7 @@ def _write(source: Source, seed: int, queue: Any, warm_up: Any) -> None:
     queue.cancel_join_thread()
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    stream = source.stream(seed)
+    stream = make(seed=seed)
     while True:
         batch = stream.next(bool(warm_up.value))
         arrays = batch.tokens.numpy().astype(np.int32), batch.weights.numpy(), batch.length

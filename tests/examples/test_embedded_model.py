@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from random import Random
 
@@ -29,7 +30,7 @@ from examples.embedded_model.draft_model import (
     draft_model_config,
 )
 from examples.embedded_model.fillers import Fillers, word_lists
-from examples.embedded_model.stream import BatchStream, Source, WorkerStream
+from examples.embedded_model.stream import BatchStream, WorkerStream
 from examples.embedded_model.target import (
     TargetRecipe,
     TargetTrainer,
@@ -159,10 +160,10 @@ def stream(tokenizer: Tokenizer) -> BatchStream:
 
 @pytest.mark.ci
 def test_processes_write_the_batches_of_their_seeds(tokenizer):
-    source = Source(tokenizer.to_str(), GSM8K, tokens_per_batch=512, max_length=224)
+    make = partial(BatchStream, tokenizer, GSM8K, tokens_per_batch=512, max_length=224)
     made = []
     for _ in range(2):
-        some = WorkerStream(source, 4, 2)
+        some = WorkerStream(make, 4, 2)
         made.append([some.next() for _ in range(6)])
         some.close()
     for one, other in zip(*made, strict=True):
@@ -171,11 +172,11 @@ def test_processes_write_the_batches_of_their_seeds(tokenizer):
         assert one.length == other.length == int((one.tokens != 6).sum())
     first, second = made[0][::2], made[0][1::2]
     seed = Random("4 1 0").getrandbits(62)
-    alone = source.stream(seed)
+    alone = make(seed=seed)
     for batch in second:
         assert torch.equal(alone.next().tokens, batch.tokens)
     assert not torch.equal(first[0].tokens, second[0].tokens)
-    later = WorkerStream(source, 4, 2)
+    later = WorkerStream(make, 4, 2)
     later.restore(some.state())
     assert not torch.equal(later.next().tokens, made[0][0].tokens)
     assert later.taken == 7
