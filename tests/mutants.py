@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "graphs of drafts write to expanded tensors",
         "overlap_spec/worker/graphs.py",
-        "tuple(x.contiguous() for x in work(*inputs))",
-        "work(*inputs)",
+        "tuple(x.contiguous() for x in found)",
+        "found",
         ("tests/proofs/test_recordings.py::test_a_step_replays_the_draft_that_it_wants",),
     ),
     Mutant(
