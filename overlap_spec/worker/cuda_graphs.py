@@ -14,6 +14,7 @@ from overlap_spec.worker import examples
 from overlap_spec.worker.graphs import (
     CudaGraph,
     Eager,
+    Place,
     Recorded,
     Tensors,
     Work,
@@ -59,7 +60,7 @@ class CudaGraphs(Recordings):
             return made
         # Behind any drafts of this size come the same graphs, whose inputs these are.
         outputs = first(*given)
-        return record(work, first.kept(*given), given, outputs)
+        return record(work, first.kept(*given), given, lambda _: outputs)
 
     def packed(self, tier: Tier, batch: int, count: int) -> Recorded:
         kind = tier.nodes, count, batch
@@ -92,17 +93,18 @@ class CudaGraphs(Recordings):
         return record(self.runner.extend_trees, (*given, roots, *own), others)
 
     def make_target(self, work: Work, *inputs: Tensor) -> Recorded:
-        found, room = work(*inputs), self._outputs
+        return self.make(work, inputs, self._target_place)
+
+    def _target_place(self, found: Tensors) -> Tensors:
+        room = self._outputs
         if not room or any(len(own) < len(new) for own, new in zip(room, found, strict=True)):
             room = self._outputs = tuple(torch.zeros_like(x) for x in found)
-        into = tuple(own[: len(new)] for own, new in zip(room, found, strict=True))
-        del found
-        return self.make(work, inputs, into)
+        return tuple(own[: len(new)] for own, new in zip(room, found, strict=True))
 
-    def make(self, work: Work, inputs: Tensors, into: Tensors | None = None) -> Recorded:
+    def make(self, work: Work, inputs: Tensors, place: Place | None = None) -> Recorded:
         self.count += 1
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return CudaGraph(work, inputs, self._pool, into)
+        return CudaGraph(work, inputs, self._pool, place)
 
     def padded(self, batch: int) -> int:
         return graph_size(batch)
@@ -111,6 +113,8 @@ class CudaGraphs(Recordings):
         return packed_size(rows, tier.nodes, wanted)
 
     def reserved(self) -> int:
+        """Bytes of the device that are taken, but for what runs have left for the next ones."""
+        torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.runner.device)
 
     def clear(self) -> None:

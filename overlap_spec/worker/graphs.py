@@ -22,6 +22,8 @@ from overlap_spec.kernels.scripting import Tensors as Tensors
 from overlap_spec.kernels.scripting import Trace
 
 Work = Callable[..., Tensors]
+# Where a recording writes its outputs: of the same shapes and types as those that it is given.
+Place = Callable[[Tensors], Tensors]
 
 
 class Recorded(ABC):
@@ -68,32 +70,32 @@ class CudaGraph(Recorded):
         inputs: Kept: a call copies into them what is not there already, so that one graph's
             outputs can be another one's inputs.
         pool: Memory that graphs replayed one after the other share.
-        into: Where the outputs are written to, of which graphs may share some; None: to memory of
+        place: Where the outputs are written to, of which graphs may share some; None: to memory of
             their own.
 
     Attributes:
         inputs, outputs: Where they are.
     """
 
-    def __init__(self, work: Work, inputs: Tensors, pool: Any, into: Tensors | None = None) -> None:
+    def __init__(self, work: Work, inputs: Tensors, pool: Any, place: Place | None = None) -> None:
         # Calls write to them, and others to the outputs: of an expanded tensor each element needs
         # its own memory.
         self.inputs = inputs = tuple(x.contiguous() for x in inputs)
         # Kernels are compiled and libraries set up by a run that is not captured. Its outputs lie
         # outside the pool, where each graph overwrites what others have left.
         found = work(*inputs)
-        self.outputs = tuple(x.contiguous() for x in found) if into is None else into
+        self.outputs = tuple(x.contiguous() for x in found) if place is None else place(found)
         del found
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            self._graph,
-            pool,
-            torch.cuda.current_stream(),
-            # Other threads may allocate meanwhile.
-            capture_error_mode="thread_local",
-        ):
+        # ``torch.cuda.graph`` would wait for the device first, and give back all memory that runs
+        # have left for the next ones: hundreds of times in a start. Other threads may allocate
+        # meanwhile.
+        self._graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
             for own, new in zip(self.outputs, work(*inputs), strict=True):
                 own.copy_(new)
+        finally:
+            self._graph.capture_end()
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         for own, given in zip(self.inputs, inputs, strict=True):

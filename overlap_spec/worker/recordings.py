@@ -18,6 +18,7 @@ from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.examples import same
 from overlap_spec.worker.graphs import (
     Eager,
+    Place,
     Recorded,
     Tensors,
     TracedGraph,
@@ -60,9 +61,9 @@ class Recordings:
 
     # What kinds of recordings differ in
 
-    def make(self, work: Work, inputs: Tensors, into: Tensors | None = None) -> Recorded:  # noqa: ARG002
-        """A recording of ``work`` over ``inputs``, which writes its outputs ``into`` others, where
-        it is of a kind that can."""
+    def make(self, work: Work, inputs: Tensors, place: Place | None = None) -> Recorded:  # noqa: ARG002
+        """A recording of ``work`` over ``inputs``, which writes its outputs to their ``place``,
+        where it is of a kind that can."""
         if not self.traced:
             return Eager(work)
         self.count += 1
@@ -109,10 +110,6 @@ class Recordings:
         made = {key[1] for key in list(self._known) if key[0] == "commit"} - {CHAIN}
         there = not self.traced or tier.is_chain or tier in made
         return 0.0 if there else self._took_ms / (1 + len(made))
-
-    def reserved(self) -> int:
-        """Bytes of the device that recordings may have taken some of."""
-        return 0
 
     def clear(self) -> None:
         """Forget all recordings."""
@@ -203,8 +200,8 @@ class Recordings:
         return make(_plain)
 
     def _new(self, key: tuple[Any, ...], make: Callable[[], R]) -> R:
-        # What is made for another is part of that one's time and memory.
-        start, before, outer = time.perf_counter(), self.reserved(), self._making
+        # What is made for another is part of that one's time.
+        start, outer = time.perf_counter(), self._making
         self._making = True
         try:
             found = self._known[key] = make()
@@ -212,7 +209,6 @@ class Recordings:
             self._making = outer
             if not outer:
                 self._took_ms += (time.perf_counter() - start) * 1e3
-                self.bytes += self.reserved() - before
         return found
 
     def make_draft(
@@ -254,7 +250,7 @@ class Recordings:
         return record(self.runner.extend_trees, given, others)
 
     def checked(
-        self, work: Work, inputs: Tensors, others: Tensors, into: Tensors | None = None
+        self, work: Work, inputs: Tensors, others: Tensors, place: Place | None = None
     ) -> Recorded:
         """A recording of the drafter's work over ``inputs``, held against the work itself over
         ``others``.
@@ -262,7 +258,7 @@ class Recordings:
         Raises:
             RuntimeError: they differ, or the recording fails.
         """
-        recorded = self.make(work, inputs, into)
+        recorded = self.make(work, inputs, place)
         cause: Exception | None = None
         try:
             if isinstance(recorded, Eager) or same(self.runner, recorded, work, others):

@@ -58,12 +58,14 @@ def sizes(recordings: Recordings, most: int) -> list[int]:
 def record_all(graphs: CudaGraphs, most_rows: Mapping[Tier, int]) -> None:
     """The graphs of all steps of these tiers, of at most so many rows each. The largest go first:
     their outputs have room for those of all others."""
+    before = graphs.reserved()
     every = [(tier, size) for tier, most in most_rows.items() for size in sizes(graphs, most)]
     for tier, size in sorted(every, key=lambda of: -of[0].nodes * of[1]):
         for variant in variants(graphs.runner.reads_states, tier):
             graphs.draft(tier, size, *variant)
         for count in packed_sizes(size, tier.nodes):
             graphs.packed(tier, size, count)
+    graphs.bytes = graphs.reserved() - before
 
 
 def variants(told: bool, tier: Tier) -> list[tuple[bool, bool]]:
@@ -103,9 +105,9 @@ def warm_sampler(worker: Worker) -> None:
 
 
 def warm_packed(worker: Worker, tier: Tier, size: int) -> None:
-    """Verify of some nodes alone, of which there may be any number."""
-    runner = worker.runner
-    nodes, row = size * tier.nodes, runner.tables.padding_row
+    """The choice of the nodes that are verified, of which there may be any number; and their
+    verify, where none is recorded."""
+    nodes, row = size * tier.nodes, worker.runner.tables.padding_row
     if tier.nodes == 1:
         return
     wanted = (n for n in powers_of_two(nodes - 1) if n >= size)
@@ -114,12 +116,8 @@ def warm_packed(worker: Worker, tier: Tier, size: int) -> None:
         plan = StepPlan(0, budget, (row,) * size, (), (0,) * size, (False,) * size, 0, ())
         step = planned(worker, plan)
         worker.phases.draft(step)
-        assert step.drafted is not None
-        roots, tree, _, pack, *_ = step.drafted
-        given = roots.rows, roots.pages, roots.positions
-        inputs = *given, tree.tokens, tree.depths, tree.ancestors
-        if pack is not None:
-            runner.verify_packed(pack, *inputs)
+        if not isinstance(worker.recordings, CudaGraphs):
+            worker.phases.verify(step)
 
 
 def warm_chunk(worker: Worker, tier: Tier, tokens: int) -> None:

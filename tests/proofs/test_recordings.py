@@ -36,6 +36,7 @@ from overlap_spec.worker.graphs import (
     padded_size,
 )
 from overlap_spec.worker.in_flight import Buffers
+from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.capture import Kernels, as_on_a_gpu, engine_of
@@ -196,6 +197,45 @@ def graphs_of(tiny: dict[str, Any], adaptive: str) -> tuple[int, ...]:
 def test_few_graphs_are_recorded_at_the_start(tiny: dict[str, Any], adaptive: str) -> None:
     found = graphs_of(tiny, adaptive)
     assert all(count <= most for count, most in zip(found, GRAPHS[adaptive], strict=True)), found
+
+
+def test_a_graph_of_the_target_takes_two_of_its_passes(
+    chain_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One compiles and one is captured; nor does a capture wait or give memory back."""
+    core, passes, emptied = chain_engine.core, list[str](), list[None]()
+    for name in ("verify_trees", "verify_packed"):
+        noted(monkeypatch, type(core.worker.runner), name, passes)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
+    limits = batches(chain_engine.config, core.budgets.policy, core.budgets.policy.tiers)
+    with as_on_a_gpu(core.worker) as (_, graphs, _):
+        warm_up.record_all(graphs, limits)
+        own = [key for key in graphs._known if key[0] in ("verify", "packed")]
+    assert len(passes) == 2 * len(own) > 10
+    assert len(emptied) == 2
+
+
+@pytest.mark.usefixtures("as_served_by_a_gpu")
+def test_what_is_recorded_is_not_run_again_at_the_start(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = list[str]()
+    noted(monkeypatch, ModelRunner, "verify_packed", passes)
+    fixed = {"overlap": "none", "max_running_requests": 6, "adaptive": "static"}
+    with chaos.build(tiny, **fixed, **CHAIN) as engine:
+        own = [key for key in engine.core.worker.recordings._known if key[0] == "packed"]
+    assert len(passes) == len(own) > 2
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, of: type, name: str, calls: list[str]) -> None:
+    """Enter each call of a method into ``calls``."""
+    work = getattr(of, name)
+
+    def entered(*args: Any) -> Any:
+        calls.append(name)
+        return work(*args)
+
+    monkeypatch.setattr(of, name, entered)
 
 
 def test_sizes_of_graphs_are_few_and_near() -> None:

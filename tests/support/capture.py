@@ -99,16 +99,6 @@ class Capture(TorchDispatchMode):
                 self.refused.append(f"an input or output {why}")
                 raise CaptureError(self.refused[-1])
 
-    @contextmanager
-    def graph(self, *_: Any, **__: Any) -> Iterator[None]:
-        """In place of ``torch.cuda.graph``."""
-        self.recording = True
-        try:
-            yield
-        finally:
-            self.recording = False
-        self.graphs += 1
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.recording:
@@ -223,6 +213,16 @@ class Exchange:
 class NoGraph:
     """In place of ``torch.cuda.CUDAGraph``: outputs without values need no replay."""
 
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+
+    def capture_begin(self, *_: Any, **__: Any) -> None:
+        self._capture.recording = True
+
+    def capture_end(self) -> None:
+        self._capture.recording = False
+        self._capture.graphs += 1
+
     def replay(self) -> None: ...
 
 
@@ -266,8 +266,7 @@ def as_on_a_gpu(worker: Worker) -> Iterator[tuple[Capture, CudaGraphs, list[Laun
 
     stands: dict[str, Any] = {
         "torch.Tensor.is_cuda": property(lambda x: x.device.type == DEVICE.type),
-        "torch.cuda.graph": capture.graph,
-        "torch.cuda.CUDAGraph": NoGraph,
+        "torch.cuda.CUDAGraph": lambda: NoGraph(capture),
         "torch.cuda.graph_pool_handle": lambda: (0, 0),
         "torch.cuda.current_stream": lambda *_: None,
         "torch.cuda.memory_reserved": lambda *_: 0,

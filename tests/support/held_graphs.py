@@ -11,7 +11,7 @@ from overlap_spec.worker.cuda_graphs import CudaGraphs
 from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.drafts import Drafts
-from overlap_spec.worker.graphs import Recorded, Tensors
+from overlap_spec.worker.graphs import Place, Recorded, Tensors
 from overlap_spec.worker.recordings import Recordings
 
 
@@ -22,12 +22,13 @@ class Held(Recorded):
         copied: Which of its inputs it has copied, by number.
     """
 
-    def __init__(self, work: Any, inputs: Tensors, into: Tensors | None = None) -> None:
+    def __init__(self, work: Any, inputs: Tensors, place: Place | None = None) -> None:
         self._work, self._inputs = work, inputs
         places = [x.data_ptr() for x in inputs if x.numel()]
         assert len(set(places)) == len(places), "two inputs share their memory"
         self.copied: set[int] = set()
-        self._outputs = into or tuple(x.clone() for x in work(*inputs))
+        found = work(*inputs)
+        self._outputs = tuple(x.clone() for x in found) if place is None else place(found)
 
     def __call__(self, *inputs: Tensor) -> Tensors:
         for number, (own, given) in enumerate(zip(self._inputs, inputs, strict=True)):
@@ -44,9 +45,9 @@ class Held(Recorded):
 
 
 class HeldGraphs(CudaGraphs):
-    def make(self, work: Any, inputs: Tensors, into: Tensors | None = None) -> Recorded:
+    def make(self, work: Any, inputs: Tensors, place: Place | None = None) -> Recorded:
         self.count += 1
-        return Held(work, inputs, into)
+        return Held(work, inputs, place)
 
     def reserved(self) -> int:
         return 0
