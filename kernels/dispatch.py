@@ -80,6 +80,11 @@ def wants_references() -> bool:
     return _forced == "reference"
 
 
+def has_native_products() -> bool:
+    """Whether products are the native ones, not the references' and not oneDNN's."""
+    return not wants_references() and cpu.multiplies()
+
+
 def operation(reference: Callable[P, R]) -> Callable[P, R]:
     """Dispatch calls of ``reference`` by its first argument, a tensor given by position."""
 

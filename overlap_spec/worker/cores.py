@@ -1,17 +1,14 @@
-"""What the CPU is good for: the threads of a pass, and whether bfloat16 pays."""
+"""What the CPU is good for: how many threads a pass is to have, and whether bfloat16 pays."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from overlap_spec.kernels import cpu
 from overlap_spec.memory import control_groups
-from overlap_spec.models.packing import has_bfloat16, has_native_products
+from overlap_spec.models.packing import has_bfloat16
 
 # On 2 cores one thread is faster at 8 MB of weights, two are at 80 MB: a team of threads waits for
 # its slowest several times a layer, and a small pass is over sooner than that wait.
@@ -42,43 +39,6 @@ def pick_threads(asked: int | None, weight_bytes: int, processes: int = 1) -> in
         cores -= 1
     cores //= processes
     return max(1, min(weight_bytes // THREAD_BYTES, cores, torch.get_num_threads()))
-
-
-def get_pass_threads() -> int:
-    """Threads that passes compute with in this thread."""
-    team = cpu.team() if has_native_products() else 0
-    return team or torch.get_num_threads()
-
-
-def set_pass_threads(count: int) -> int:
-    """Let passes compute with ``count`` threads in this thread.
-
-    Where products are native their team has them, and torch's operations run on one: its team would
-    spin for milliseconds after each of them, on the other one's cores.
-
-    Returns:
-        The team there was, 0 where products are not native.
-    """
-    team = 0
-    if has_native_products():
-        team, count = cpu.set_team(count), 1
-    torch.set_num_threads(count)
-    return team
-
-
-@contextmanager
-def pass_threads(count: int | None) -> Iterator[None]:
-    """:func:`set_pass_threads` for a while; None changes nothing."""
-    if count is None:
-        yield
-        return
-    threads, team = torch.get_num_threads(), set_pass_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        if has_native_products():
-            cpu.set_team(team)
 
 
 def pick_float(stored: torch.dtype, count: int) -> torch.dtype:

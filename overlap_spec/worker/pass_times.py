@@ -11,7 +11,7 @@ from torch import Tensor
 
 from overlap_spec.kernels import Tree
 from overlap_spec.tiers import Tier
-from overlap_spec.worker.cores import get_pass_threads
+from overlap_spec.worker.streams import get_pass_threads
 from overlap_spec.worker.worker import Worker
 
 # Times a pass is run at most, after once that is not counted; the least counts, since what else

@@ -19,13 +19,15 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from overlap_spec.worker.cores import pass_threads, set_pass_threads
+from overlap_spec.kernels import cpu
+from overlap_spec.kernels.dispatch import has_native_products
 
 T = TypeVar("T")
 RecordSpan = Callable[[str, str, int, int, int], None]
@@ -362,3 +364,40 @@ class CpuStreams(Streams):
         self.plan, self.copy = InlineStream("plan", record), GuestStream("copy", compute)
         if prefill:
             self.prefill = ThreadStream("prefill", record, threads)
+
+
+def get_pass_threads() -> int:
+    """Threads that passes compute with in this thread."""
+    team = cpu.team() if has_native_products() else 0
+    return team or torch.get_num_threads()
+
+
+def set_pass_threads(count: int) -> int:
+    """Let passes compute with ``count`` threads in this thread.
+
+    Where products are native their team has them, and torch's operations run on one: its team would
+    spin for milliseconds after each of them, on the other one's cores.
+
+    Returns:
+        The team there was, 0 where products are not native.
+    """
+    team = 0
+    if has_native_products():
+        team, count = cpu.set_team(count), 1
+    torch.set_num_threads(count)
+    return team
+
+
+@contextmanager
+def pass_threads(count: int | None) -> Iterator[None]:
+    """:func:`set_pass_threads` for a while; None changes nothing."""
+    if count is None:
+        yield
+        return
+    threads, team = torch.get_num_threads(), set_pass_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if has_native_products():
+            cpu.set_team(team)

@@ -22,8 +22,8 @@ from overlap_spec.models.quantization import (
     has_vnni,
     round_rows,
 )
-from overlap_spec.worker.cores import pass_threads
 from overlap_spec.worker.graphs import TracedGraph
+from overlap_spec.worker.streams import pass_threads
 
 native = pytest.mark.skipif(not cpu.multiplies(), reason="no native products on this machine")
 DTYPES = [torch.float32, torch.bfloat16]

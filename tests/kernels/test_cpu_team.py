@@ -9,7 +9,7 @@ import torch
 
 from overlap_spec import kernels
 from overlap_spec.kernels import cpu
-from overlap_spec.worker.cores import get_pass_threads, pass_threads
+from overlap_spec.worker.streams import get_pass_threads, pass_threads
 
 pytestmark = pytest.mark.skipif(not cpu.multiplies(), reason="no native products on this machine")
 

@@ -24,7 +24,7 @@ from overlap_spec.models.quantization import (
 from overlap_spec.models.tensors import grid_names
 from overlap_spec.models.weights import load_decoder
 from overlap_spec.types import Output
-from overlap_spec.worker.cores import pass_threads
+from overlap_spec.worker.streams import pass_threads
 from tests.support.quantised import CPU, LAYOUTS, draw, write
 from tests.support.tiers import few
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.models.packing import PackedLinear, has_bfloat16, pack, rounded_rows
-from overlap_spec.worker.cores import pass_threads
+from overlap_spec.worker.streams import pass_threads
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")

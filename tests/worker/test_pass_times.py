@@ -7,8 +7,8 @@ import time
 import torch
 from torch import Tensor
 
-from overlap_spec.worker.cores import pass_threads
 from overlap_spec.worker.pass_times import RUNS, least_ms
+from overlap_spec.worker.streams import pass_threads
 
 
 def test_a_pass_of_one_thread_is_timed_by_its_work() -> None:

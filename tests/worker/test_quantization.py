@@ -27,8 +27,8 @@ from overlap_spec.models.quantization import (
 from overlap_spec.types import Output
 from overlap_spec.worker import site
 from overlap_spec.worker.build import build_streams
-from overlap_spec.worker.cores import pass_threads
 from overlap_spec.worker.site import check_quantization
+from overlap_spec.worker.streams import pass_threads
 from tests.support.tiers import few
 
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")

@@ -9,9 +9,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from overlap_spec.worker.cores import get_pass_threads
 from overlap_spec.worker.cuda import CudaStreams
-from overlap_spec.worker.streams import CpuStreams, InlineStreams, Streams, ThreadStream, Value
+from overlap_spec.worker.streams import (
+    CpuStreams,
+    InlineStreams,
+    Streams,
+    ThreadStream,
+    Value,
+    get_pass_threads,
+)
 from tests.support.streams import ChaosStream, ThreadStreams
 
 KINDS = [
