@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Generator, Iterator
+import multiprocessing
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from overlap_spec.kernels import cpu
-from tests.support import checkpoints
+from tests.support import checkpoints, kernel_harness
 from tests.support.skips import check_skip
 
 # The step's own threads are what is tested; more would only fight over the cores.
@@ -40,6 +42,31 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         # A machine that does other work as well must not cost a step its drafts.
         "mask_deadline_ms": 5000.0,
     }
+
+
+@pytest.fixture(scope="session")
+def reference(tiny: dict[str, Any]) -> Any:
+    """The random target as `transformers` reads it."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny["model"], dtype=torch.float32).eval()
+
+
+def interpreting(enter: Callable[[], None]) -> Iterator[ProcessPoolExecutor]:
+    """A process whose Triton interprets: the choice is one for a whole process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), enter) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    yield from interpreting(kernel_harness.enter_interpreter)
+
+
+@pytest.fixture(scope="session")
+def checked() -> Iterator[ProcessPoolExecutor]:
+    """The same, where every load and store is checked."""
+    yield from interpreting(kernel_harness.enter_checked_interpreter)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -262,7 +262,7 @@ MUTANTS = (
         "overlap_spec/timeline.py",
         "total += end - int(covered)",
         "total += end - start",
-        ("tests/engine/test_timeline.py::test_union",),
+        ("tests/engine/test_timeline.py::test_union_counts_covered_ticks",),
     ),
     Mutant(
         "prompts that were computed under one salt are found under another",

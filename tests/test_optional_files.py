@@ -20,16 +20,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "overlap_spec"
 # Architectures that others are versions of.
 FAMILIES = (
-    "cohere",
-    "deepseek_v2",
-    "gemma2",
-    "gemma3",
-    "glm",
-    "qwen2_moe",
-    "qwen3_5",
-    "qwen3_5_moe",
+    "cohere", "deepseek_v2", "gemma2", "gemma3", "glm", "qwen2_moe", "qwen3_5", "qwen3_5_moe",
     "qwen3_next",
-)
+)  # fmt: skip
 
 
 class Case(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,17 @@ from torch import Tensor
 from overlap_spec.drafters.dflash import DFlashDrafter
 from overlap_spec.drafters.registry import drafter_of_folder
 from overlap_spec.engine import Engine
-from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.errors import CheckpointError
 from overlap_spec.grammar.spec import Grammar
+from tests.support import layouts
+from tests.support.checkpoints import rewrite
 from tests.support.dflash import LAYOUTS, MASK, oracle, write
 from tests.support.layouts import PROMPT
 from tests.support.seen import Seen
+from tests.support.tiers import few
 
 STEPS = 4
+TREE = {"eagle_topk": 3, "num_draft_tokens": 10}
 
 
 def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, Any]:
@@ -31,18 +34,19 @@ def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, 
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
 def test_a_block_is_one_pass_over_the_targets_features(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tiny: dict[str, Any],
+    reference: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     """At every root, behind a prompt in chunks or in pages that another request left, behind
     tokens that were refused and several that were accepted at once: plain torch."""
-    from transformers import AutoModelForCausalLM
-
     layout = LAYOUTS[name]
     weights = write(tmp_path / "head", layout)
     assert drafter_of_folder(tmp_path / "head") == "dflash"
     seen = Seen(monkeypatch, DFlashDrafter)
     settings = settings_of(tiny, tmp_path / "head", graphs=False, overlap="none")
-    reference = AutoModelForCausalLM.from_pretrained(tiny["model"], dtype=torch.float32).eval()
     table = weights.get("embed_tokens.weight", reference.model.embed_tokens.weight)
     head = weights.get("lm_head.weight", reference.lm_head.weight)
     grammars = None, Grammar.regex("abcdefgh[0-9]{3}xyz"), None
@@ -81,7 +85,7 @@ def same_draft(draft: Any, logits: Tensor, ids: Tensor) -> None:
     assert torch.allclose(draft.scores[0], best.values.cumsum(0), atol=1e-3)
 
 
-@pytest.mark.parametrize("shape", [{}, {"eagle_topk": 3, "num_draft_tokens": 10}])
+@pytest.mark.parametrize("shape", few([{}, TREE], TREE))
 def test_recorded_passes_draft_the_same(
     tiny: dict[str, Any], tmp_path: Path, shape: dict[str, Any]
 ) -> None:
@@ -99,12 +103,20 @@ def test_recorded_passes_draft_the_same(
     assert min(accepted[0]) > 5
 
 
-def test_what_a_grammar_forbids_is_not_drafted(tiny: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path / "head", LAYOUTS["z-lab"])
+@pytest.mark.parametrize("algorithm", ["dflash", "parallel"])
+def test_what_a_grammar_forbids_is_not_drafted(
+    tiny: dict[str, Any], tmp_path: Path, algorithm: str
+) -> None:
+    """By either kind that tells all depths at once."""
+    folder = tmp_path / "head"
+    if algorithm == "dflash":
+        write(folder, LAYOUTS["z-lab"])
+    else:
+        layouts.write(folder, layouts.LAYOUTS["P-EAGLE, ptd_token_id"])
     asked = {"max_tokens": 60, "temperature": 0}
     grammar = Grammar.regex(r"([a-f]{3}-\d{1,4}){9}")
-    for shape in ({}, {"eagle_topk": 3, "num_draft_tokens": 10}):
-        with Engine(**settings_of(tiny, tmp_path / "head", **shape)) as engine:
+    for shape in ({}, TREE):
+        with Engine(**settings_of(tiny, folder, algorithm=algorithm, **shape)) as engine:
             output = engine.generate(PROMPT, grammar, asked)
             assert output.stats.drafted_tokens > 20
             assert output.stats.illegal_drafts == 0
@@ -131,15 +143,9 @@ def test_what_does_not_load_is_named(
     tiny: dict[str, Any], tmp_path: Path, fields: dict[str, Any], said: str
 ) -> None:
     write(tmp_path / "head", LAYOUTS["z-lab"])
-    config = tmp_path / "head" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+    rewrite(tmp_path / "head" / "config.json", **fields)
     with pytest.raises(CheckpointError, match=said):
         Engine(**settings_of(tiny, tmp_path / "head"))
-
-
-def test_it_needs_a_draft_model(tiny: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="algorithm 'dflash' needs draft"):
-        Engine(model=tiny["model"], algorithm="dflash", grammar_isolated=False)
 
 
 def test_deeper_drafts_than_a_block_are_told(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from overlap_spec.engine import Engine
-from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.errors import CheckpointError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.models.vocabulary import map_vocabulary, token_texts
 from overlap_spec.types import Output
@@ -121,11 +121,6 @@ def test_its_memory_is_counted(tiny: dict[str, Any], models: dict[str, str]) -> 
         (cache,) = runner.draft_pools
         assert cache.first == 0
         assert cache.k.shape[:2] == (2, runner.pool.k.shape[1])
-
-
-def test_it_needs_a_folder(tiny: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="needs draft"):
-        Engine(model=tiny["model"], algorithm="draft_model")
 
 
 def test_an_unknown_token_is_read_by_its_end(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.drafters.base import HostDraft
 from overlap_spec.drafters.grafts import forced_first, graft
 from overlap_spec.engine import Engine
@@ -16,6 +15,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.tiers import Tier
 from overlap_spec.types import Output
 from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, answer, key, lengths, roots_of
+from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 
@@ -51,21 +51,9 @@ def test_grafts_shorten_the_way_to_the_same_text(
         assert on.stats.accept_histogram[-1] > 0
 
 
-def test_the_first_draft_has_the_run_behind_the_prompt(tiny: dict[str, Any]) -> None:
-    settings = {**tiny, "algorithm": "grammar", "num_steps": 12, "adaptive": "static"}
-    with Engine(**settings, context_length=256) as engine:
-        (output,) = engine.generate(
-            PROMPTS[:1], PERSON, {**SAMPLING, "max_tokens": 14, "complete": False}
-        )
-    # A token of the prefill, then twelve forced ones and a bonus.
-    assert (output.stats.verifies, output.stats.accepted_grafts) == (1, 12)
-    assert output.text == '{"street_addre'
-
-
+@needs_weights
 def test_a_key_that_comes_again_is_cut_as_before() -> None:
     """The embedded model cuts keys that it has not seen into tokens of its own."""
-    if not (EMBEDDED / "target" / "model.safetensors").exists():
-        pytest.skip("no embedded weights")
     item = {
         "type": "object",
         "properties": {"identification": {"type": "boolean"}},
@@ -144,9 +132,7 @@ def test_a_host_draft_takes_the_run_in(
     assert graft(draft, [], Tier(4, top_k, 5)) is draft
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 def test_origins_of_longer_tokens_tell_grafts() -> None:
     """A token that could have been a shorter one was not forced, only its bytes were."""
     with Engine(adaptive="static", grammar_isolated=False) as engine:

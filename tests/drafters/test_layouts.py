@@ -5,7 +5,6 @@ The target's features are those of `transformers`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,9 @@ from torch import Tensor
 
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError
-from tests.support.checkpoints import SHAPE
+from tests.support.checkpoints import SHAPE, rewrite
 from tests.support.layouts import HIDDEN, LAYOUTS, PROMPT, VOCABULARY, oracle, write
 from tests.support.plain_layers import rms
-
-
-@pytest.fixture(scope="module")
-def reference(tiny: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(tiny["model"], dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -110,11 +102,7 @@ def two_norms(folder: Path) -> None:
 
 
 def changed(**fields: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        hf = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**hf, **fields}))
-
-    return change
+    return lambda folder: rewrite(folder / "config.json", **fields)
 
 
 @pytest.mark.parametrize(

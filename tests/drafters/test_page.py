@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from overlap_spec.config import EMBEDDED, EngineConfig, drafter_names
+from overlap_spec.config import EngineConfig, drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from tests.support import mtp
 from tests.support.layouts import LAYOUTS
+from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "drafters.md").read_text()
@@ -51,9 +52,7 @@ def test_every_option_of_ngram_has_a_row() -> None:
         assert table[name] == shown, name
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 def test_the_example_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "known_pieces.py").write_text(BLOCK)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from overlap_spec.drafters.parallel import ParallelDrafter
 from overlap_spec.engine import Engine
-from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.grammar.spec import Grammar
+from overlap_spec.errors import CheckpointError
+from tests.support.checkpoints import rewrite
 from tests.support.layouts import LAYOUTS, PROMPT, oracle, write
 from tests.support.plain_layers import rms
 from tests.support.seen import Seen
@@ -33,12 +32,14 @@ def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_all_depths_are_one_causal_pass_over_masks(
-    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tiny: dict[str, Any],
+    reference: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
 ) -> None:
     """At the first root and at later ones, behind a prompt in chunks: plain torch over the whole
     text with masks behind it."""
-    from transformers import AutoModelForCausalLM
-
     layout = LAYOUTS[name]
     weights = write(tmp_path / "head", layout)
     seen = Seen(monkeypatch, ParallelDrafter)
@@ -50,11 +51,11 @@ def test_all_depths_are_one_causal_pass_over_masks(
         drafter = engine.core.worker.runner.drafter
         ids = drafter.head.d2t + torch.arange(len(drafter.head.d2t))
     tokens = torch.tensor([*prompt, *output.token_ids])
-    reference = AutoModelForCausalLM.from_pretrained(tiny["model"], dtype=torch.float32).eval()
     inputs = list(reference(tokens[None], output_hidden_states=True).hidden_states[:-1])
     held: list[Tensor] = []
-    reference.model.norm.register_forward_pre_hook(lambda _, x: held.append(x[0]))
+    hook = reference.model.norm.register_forward_pre_hook(lambda _, x: held.append(x[0]))
     reference(tokens[None])
+    hook.remove()
     features = torch.cat([[*inputs, held[0]][i][0] for i in layout.features], -1)
     table = weights.get("embed_tokens.weight", reference.model.embed_tokens.weight)
     mask = next(layout.config[n] for n in ("ptd_token_id", "pard_token", "mask_token_id")
@@ -116,17 +117,6 @@ def test_a_tree_has_the_best_nodes_by_the_product_of_marginals(
                 assert score == pytest.approx(paths[path], abs=1e-4)
 
 
-def test_what_a_grammar_forbids_is_not_drafted(tiny: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path / "head", LAYOUTS[NAMES[0]])
-    asked = {"max_tokens": 60, "temperature": 0}
-    grammar = Grammar.regex(r"([a-f]{3}-\d{1,4}){9}")
-    for shape in ({}, {"eagle_topk": 3, "num_draft_tokens": 10}):
-        with Engine(**settings_of(tiny, tmp_path / "head", **shape)) as engine:
-            output = engine.generate(PROMPT, grammar, asked)
-            assert output.stats.drafted_tokens > 20
-            assert output.stats.illegal_drafts == 0
-
-
 def test_one_pass_a_step_whatever_the_depth(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,12 +146,7 @@ def test_one_pass_a_step_whatever_the_depth(
 
 
 def changed(**fields: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        hf = json.loads((folder / "config.json").read_text())
-        kept = {name: value for name, value in (hf | fields).items() if value is not None}
-        (folder / "config.json").write_text(json.dumps(kept))
-
-    return change
+    return lambda folder: rewrite(folder / "config.json", **fields)
 
 
 @pytest.mark.parametrize(
@@ -181,10 +166,9 @@ def test_what_does_not_load_is_named(
         Engine(**settings_of(tiny, tmp_path / "head"))
 
 
-def test_it_needs_a_head(tiny: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="algorithm 'parallel' needs draft"):
-        Engine(model=tiny["model"], algorithm="parallel")
-    # EAGLE-3's drafter does not take half of one for the whole.
+def test_eagle_3_does_not_take_half_of_a_head_for_the_whole(
+    tiny: dict[str, Any], tmp_path: Path
+) -> None:
     write(tmp_path / "head", LAYOUTS[NAMES[0]])
     with pytest.raises(CheckpointError, match="no layer takes: mask_hidden"):
         Engine(**settings_of(tiny, tmp_path / "head", algorithm="eagle3"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.config import EMBEDDED, EngineConfig
+from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import HostDraft
 from overlap_spec.drafters.slots import PROMPT_BYTES, VALUES, SlotDrafter
 from overlap_spec.engine import Engine
@@ -21,6 +21,7 @@ from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.steps import COMMON_STATES, DEAD, FIRST, Guide, History
 from overlap_spec.tiers import Tier
 from tests.support.counted import lines_run
+from tests.support.skips import needs_weights
 
 # Tokens are bytes, and the end.
 VOCABULARY = Vocabulary(tuple(bytes((n,)) for n in range(256)), 257, (256,))
@@ -228,9 +229,7 @@ def test_a_step_costs_no_more_in_a_long_prompt() -> None:
     assert costs[0] < 60_000
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 def test_extraction_needs_no_head() -> None:
     schema = {
         "type": "object",
@@ -244,7 +243,8 @@ def test_extraction_needs_no_head() -> None:
     ]
     found = {}
     for algorithm in ("none", "slots"):
-        with Engine(algorithm=algorithm, adaptive="static", context_length=256) as engine:
+        settings = {"adaptive": "static", "context_length": 256, "grammar_isolated": False}
+        with Engine(algorithm=algorithm, **settings) as engine:
             found[algorithm] = engine.generate(
                 prompts, Grammar.json_schema(schema), {"temperature": 0}
             )

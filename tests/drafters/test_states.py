@@ -408,7 +408,7 @@ def test_only_what_the_grammar_allows_is_drafted(
     if algorithm == "draft_model":
         settings["draft"] = tiny["model"]
     found = []
-    for overlap in ("none", "double-sync", "once-sync"):
+    for overlap in ("none", "once-sync"):
         with Engine(**settings, overlap=overlap) as engine:
             outputs = [engine.generate(PROMPTS, PERSON, one) for one in asked]
             assert [key(one) for one in outputs] == [key(one) for one in plain]
@@ -417,7 +417,7 @@ def test_only_what_the_grammar_allows_is_drafted(
             if overlap == "once-sync":
                 engine.core.grammar.pool.forced = None
                 without = [engine.generate(PROMPTS, PERSON, one) for one in asked]
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
     for on, off in zip(chain(*outputs), chain(*without), strict=True):
         assert on.stats.grafted_tokens == 0
         # High counts are loops, and long tokens are not looked at to their end.

@@ -21,10 +21,10 @@ LARGE = {"num_steps": 4, "eagle_topk": 10, "num_draft_tokens": 64}
 
 @torch.no_grad()
 @pytest.mark.parametrize("graphs", few((False, True), True))
-def test_each_node_is_its_parents_next_best_token(tiny: dict[str, Any], graphs: bool) -> None:
+def test_each_node_is_its_parents_next_best_token(
+    tiny: dict[str, Any], reference: Any, graphs: bool
+) -> None:
     """The target drafts for itself: what follows each path is asked of `transformers`."""
-    from transformers import AutoModelForCausalLM
-
     settings = {**tiny, "algorithm": "draft_model", "draft": tiny["model"], "adaptive": "static"}
     with Engine(**settings, **LARGE, graphs=graphs, overlap="none") as engine:
         prompt = engine.tokenizer.encode(PROMPT)
@@ -44,7 +44,6 @@ def test_each_node_is_its_parents_next_best_token(tiny: dict[str, Any], graphs: 
         x[0].tolist() for x in (kept[0].tokens, kept[0].parents, kept[0].scores)
     )
     assert len(tokens) == 64
-    reference = AutoModelForCausalLM.from_pretrained(tiny["model"], dtype=torch.float32).eval()
     paths, born = {0: [*prompt, output.token_ids[0]]}, [0] * len(tokens)
     for node in range(1, len(tokens)):
         parent = parents[node]

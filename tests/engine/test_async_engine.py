@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field
 
 from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams
 from overlap_spec.errors import (
-    ConfigError,
     EngineUnavailable,
     GrammarError,
     InvalidRequest,
@@ -251,36 +250,9 @@ def test_an_engine_that_stalls_is_started_again(
     run(runner, work())
 
 
-def test_what_cannot_start_says_why(runner: asyncio.Runner) -> None:
-    with pytest.raises(ConfigError, match="unknown setting 'speed'"):
-        AsyncEngine(speed=9)
+def test_what_was_not_started_says_how(runner: asyncio.Runner) -> None:
     with pytest.raises(EngineUnavailable, match="async with"):
         run(runner, AsyncEngine().generate("x"))
-
-
-def test_a_closed_engine_takes_no_requests(tiny: dict[str, str], runner: asyncio.Runner) -> None:
-    async def work() -> None:
-        engine = AsyncEngine(**tiny, context_length=200, adaptive="static", num_steps=3)
-        await engine.start()
-        generator = Generator(engine, DATE)
-        task = asyncio.create_task(engine.generate("go", None, LONG))
-        while not engine.open_requests:
-            await asyncio.sleep(0)
-        await engine.close()
-        with pytest.raises(EngineUnavailable, match="was closed while"):
-            await task
-        for call in (
-            lambda: engine.generate("go"),
-            lambda: anext(engine.stream("go")),
-            lambda: generator("go"),
-            engine.snapshot,
-        ):
-            with pytest.raises(EngineUnavailable, match="the engine is closed"):
-                await call()
-        assert engine.health == "closed"
-        await engine.close()
-
-    run(runner, work())
 
 
 @pytest.mark.ci
@@ -326,3 +298,28 @@ async def end_as_a_message_comes() -> bool:
 
 def test_a_message_does_not_hold_up_the_end() -> None:
     assert asyncio.run(end_as_a_message_comes())
+
+
+def test_a_closed_engine_takes_no_requests(engine: AsyncEngine, runner: asyncio.Runner) -> None:
+    """The last of those that share the engine."""
+
+    async def work() -> None:
+        generator = Generator(engine, DATE)
+        task = asyncio.create_task(engine.generate("go", None, LONG))
+        while not engine.open_requests:
+            await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineUnavailable, match="was closed while"):
+            await task
+        for call in (
+            lambda: engine.generate("go"),
+            lambda: anext(engine.stream("go")),
+            lambda: generator("go"),
+            engine.snapshot,
+        ):
+            with pytest.raises(EngineUnavailable, match="the engine is closed"):
+                await call()
+        assert engine.health == "closed"
+        await engine.close()
+
+    run(runner, work())

@@ -23,6 +23,7 @@ from overlap_spec.server.sglang import GenerateBody, SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Output, Verdict
 from tests.support.serving import children
+from tests.support.tiers import few
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 # No backend holds texts apart, and none reads a look-behind.
@@ -38,7 +39,7 @@ def loose(schema: Any) -> Grammar:
     return Grammar.json_schema(schema, best_effort=True)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["isolated", "here"])
+@pytest.fixture(scope="module", params=few((True, False), False), ids=["isolated", "here"])
 def compiler(request: pytest.FixtureRequest) -> Iterator[GrammarCompiler]:
     vocabulary = Vocabulary((b"a", b""), 2, (1,))
     limits = CompileLimits(time_s=2.0)

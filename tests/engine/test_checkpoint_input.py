@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.doctor import check_files
 from overlap_spec.errors import CheckpointError, InvalidRequest
 from overlap_spec.tokenizer import Tokenizer
+from tests.support.checkpoints import rewrite
 
 HI = [{"role": "user", "content": "hello"}]
 
@@ -31,11 +31,7 @@ def folder(tiny: dict[str, Any], tmp_path: Path) -> Path:
 
 
 def change(name: str, **fields: Any) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        data = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps(data | fields))
-
-    return apply
+    return lambda folder: rewrite(folder / name, **fields)
 
 
 def write(name: str, content: bytes) -> Callable[[Path], None]:

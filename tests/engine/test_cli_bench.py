@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,25 @@ def bench(tmp_path: Path, *arguments: str, **more: str) -> subprocess.CompletedP
     )
 
 
+Here = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    """The command in this process: its status, and what it printed on either stream."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["overlap-spec", "bench", *arguments])
+        try:
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
@@ -140,15 +159,15 @@ def test_another_server_that_breaks_its_schemas(
         }  # fmt: skip
 
 
-def test_faults_of_a_server_are_told(tmp_path: Path, other: tuple[type[Other], str]) -> None:
+def test_faults_of_a_server_are_told(here: Here, other: tuple[type[Other], str]) -> None:
     kind, url = other
+    few = ("--url", url, "--requests", "2", "--clients", "1", "--workload", "free")
     kind.usage = False
-    few = ("--requests", "2", "--clients", "1", "--workload", "free")
-    done = bench(tmp_path, "--url", url, *few)
-    assert (done.returncode, "without usage" in done.stderr) == (1, True)
+    status, _, told = here(*few)
+    assert (status, "without usage" in told) == (1, True)
     kind.key = "secret"
-    done = bench(tmp_path, "--url", url, *few)
-    assert (done.returncode, "401" in done.stderr) == (1, True)
+    status, _, told = here(*few)
+    assert (status, "401" in told) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -165,29 +184,21 @@ def test_faults_of_a_server_are_told(tmp_path: Path, other: tuple[type[Other], s
         (("--url", "http://a", "--data", "none.jsonl"), "none.jsonl holds no schemas"),
     ],
 )
-def test_faults_of_use_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    flags: tuple[str, ...],
-    words: str,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["overlap-spec", "bench", *flags])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert words in capsys.readouterr().err
+def test_faults_of_use_are_told(here: Here, flags: tuple[str, ...], words: str) -> None:
+    status, _, told = here(*flags)
+    assert status == 2
+    assert words in told
 
 
 def test_urls_are_told_whole_and_take_no_room_of_the_figures(
-    other: tuple[type[Other], str], tmp_path: Path
+    here: Here, other: tuple[type[Other], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, url = other
     theirs.answers = ('{"name":"Anna"}',)
     named = url.replace("127.0.0.1", "localhost")
-    done = bench(
-        tmp_path, "--url", url, "--url", f"theirs={named}", "--requests", "8", COLUMNS="80"
-    )
-    first, *rest = done.stdout.splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    _, told, _ = here("--url", url, "--url", f"theirs={named}", "--requests", "8")
+    first, *rest = told.splitlines()
     assert first == f"server 1: {url}"
     assert sum("theirs" in line for line in rest) == 1
     # Nothing is cut, at 80 columns.

@@ -14,7 +14,7 @@ from overlap_spec.types import Output
 from tests.support.tiers import few
 
 FREE: dict[str, Any] = {"temperature": 1.3, "max_tokens": 40, "ignore_eos": True}
-SEEDS = range(4)
+SEEDS: list[dict[str, Any]] = [{"seed": seed} for seed in range(4)]
 
 
 @pytest.fixture(scope="module", params=few(("none", "once-sync"), "once-sync"))
@@ -29,25 +29,28 @@ def engine(tiny: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Eng
         yield made
 
 
-def same(engine: Engine, grammar: Any = None, **fields: Any) -> Output:
-    """The output, which drafts and pieces do not change."""
-    asked = FREE | fields
-    output = engine.generate("go", grammar, **asked)
-    plain = engine.generate("go", grammar, speculate=False, **asked)
-    assert (output.text, output.token_ids) == (plain.text, plain.token_ids)
-    assert output.stop_match == plain.stop_match
-    pieces = [delta.text for delta in engine.stream("go", grammar, **asked)]
-    assert "".join(pieces) == output.text
-    return output
+def same(engine: Engine, asked: list[dict[str, Any]], grammar: Any = None) -> list[Output]:
+    """The outputs of requests side by side, which drafts and pieces do not change."""
+    every = [FREE | each for each in asked]
+    handles = [engine.submit("go", grammar, each) for each in every]
+    texts = ["".join(delta.text for delta in engine.pieces(handle)) for handle in handles]
+    undrafted = [each | {"speculate": False} for each in every]
+    plain = engine.generate(["go"] * len(every), grammar, undrafted)
+    outputs = [handle.output for handle in handles if handle.output is not None]
+    assert [output.text for output in outputs] == texts
+    for mine, its in zip(outputs, plain, strict=True):
+        assert (mine.text, mine.token_ids) == (its.text, its.token_ids)
+        assert mine.stop_match == its.stop_match
+    return outputs
 
 
 def ids_of(engine: Engine, letters: str) -> list[int]:
     return [engine.tokenizer.encode(letter)[0] for letter in letters]
 
 
-def of_letters(engine: Engine, seed: int, **fields: Any) -> Output:
+def of_letters(engine: Engine, asked: list[dict[str, Any]]) -> list[Output]:
     """As :func:`same`, of the letters from a to h."""
-    return same(engine, seed=seed, allowed_token_ids=ids_of(engine, "abcdefgh"), **fields)
+    return same(engine, [{"allowed_token_ids": ids_of(engine, "abcdefgh"), **a} for a in asked])
 
 
 def has(ids: tuple[int, ...], sequence: tuple[int, ...]) -> bool:
@@ -57,44 +60,38 @@ def has(ids: tuple[int, ...], sequence: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize("width", few((1, 2, 3), 2))
 def test_bad_words_are_not_written(engine: Engine, width: int) -> None:
-    met = 0
-    for seed in SEEDS:
-        free = same(engine, seed=seed)
+    asked, spelled, met = [], [], 0
+    for free, each in zip(same(engine, SEEDS), SEEDS, strict=True):
         words = {engine.tokenizer.decode(free.token_ids[n : n + width]) for n in range(30)}
         words = {w for w in words if w.strip() and w.isprintable() and "�" not in w}
-        spelled = {w: tuple(engine.tokenizer.encode(w)) for w in words}
-        met += any(has(free.token_ids, ids) for ids in spelled.values())
-        held = same(engine, seed=seed, bad_words=sorted(words))
-        for ids in spelled.values():
-            assert not has(held.token_ids, ids)
+        asked.append({**each, "bad_words": sorted(words)})
+        spelled.append([tuple(engine.tokenizer.encode(word)) for word in words])
+        met += any(has(free.token_ids, ids) for ids in spelled[-1])
+    for held, forbidden in zip(same(engine, asked), spelled, strict=True):
+        assert not any(has(held.token_ids, ids) for ids in forbidden)
     assert met > 1, "the words are some that would have come"
 
 
 def test_words_are_counted_along_every_path_of_a_grammar(engine: Engine) -> None:
     grammar = Grammar.regex("(ab|ac|bb){12}")
-    free = [same(engine, grammar, seed=seed).text for seed in SEEDS]
-    assert any("ab" in text for text in free)
+    assert any("ab" in output.text for output in same(engine, SEEDS, grammar))
     words = ["ab", "bab"]
     spelled = [tuple(engine.tokenizer.encode(word)) for word in words]
-    for seed in SEEDS:
-        held = same(engine, grammar, seed=seed, bad_words=words)
+    for held in same(engine, [{**each, "bad_words": words} for each in SEEDS], grammar):
         assert not any(has(held.token_ids, ids) for ids in spelled)
-        assert held.finish_reason in ("stop", "length", "error")
+        assert held.finish_reason in ("stop", "length")
 
 
 def test_no_token_but_the_allowed_ones_is_written(engine: Engine) -> None:
-    allowed = ids_of(engine, "abc")
-    for seed in SEEDS:
-        output = same(engine, seed=seed, allowed_token_ids=allowed)
-        assert set(output.token_ids) <= set(allowed)
+    allowed = {"allowed_token_ids": ids_of(engine, "abc")}
+    for output in same(engine, [each | allowed for each in SEEDS]):
+        assert set(output.token_ids) <= set(allowed["allowed_token_ids"])
         assert len(set(output.token_ids)) > 1
-        one = same(engine, seed=seed, allowed_token_ids=allowed, bad_words=["a", "b"])
+    for one in same(engine, [{**each, **allowed, "bad_words": ["a", "b"]} for each in SEEDS]):
         assert set(one.text) == {"c"}
     # A neighbour without such a wish is as it was.
     alone = engine.generate("go", seed=1, **FREE)
-    _, beside = engine.generate(
-        ["go", "go"], None, [{"allowed_token_ids": allowed}, {}], seed=1, **FREE
-    )
+    _, beside = engine.generate(["go", "go"], None, [allowed, {}], seed=1, **FREE)
     assert beside.token_ids == alone.token_ids
 
 
@@ -115,47 +112,45 @@ def test_a_dead_end_says_whose_it_is(engine: Engine) -> None:
     "pattern", few(("[ab][^ab]", "([ac]{2}|b)[d-h]", "..d|..e|^[a-d]+f"), "[ab][^ab]")
 )
 def test_a_pattern_ends_the_text_where_it_first_matches(engine: Engine, pattern: str) -> None:
-    ended = 0
-    for seed in SEEDS:
-        free = of_letters(engine, seed)
-        output = of_letters(engine, seed, stop_regex=pattern)
+    ended, asked = 0, [{**each, "stop_regex": pattern} for each in SEEDS]
+    for free, output in zip(of_letters(engine, SEEDS), of_letters(engine, asked), strict=True):
         ends = (n for n in range(len(free.text) + 1) if re.search(pattern, free.text[:n]))
         end = next(ends, None)
         assert output.text == free.text[:end]
         assert output.finish_reason == ("length" if end is None else "stop")
         assert output.stop_match == (None if end is None else pattern)
         ended += end is not None
-        least = of_letters(engine, seed, stop_regex=pattern, min_tokens=12)
+    for least in of_letters(engine, [each | {"min_tokens": 12} for each in asked]):
         assert len(least.token_ids) >= 12
     assert ended > 1
 
 
 def test_a_stop_string_is_kept_where_that_is_asked_for(engine: Engine) -> None:
-    met = 0
-    for seed in SEEDS:
-        free = of_letters(engine, seed)
-        stop = free.text[9:11]
-        cut, kept = (
-            of_letters(
-                engine,
-                seed,
-                stop=[stop],
-                include_stop_str_in_output=keep,
-            )
-            for keep in (False, True)
-        )
-        assert kept.text == free.text[: free.text.index(stop) + len(stop)]
-        assert cut.text + stop == kept.text
-        token = free.token_ids[8]
-        kept = of_letters(
+    free = of_letters(engine, SEEDS)
+    stops = [output.text[9:11] for output in free]
+    cut, kept = (
+        of_letters(
             engine,
-            seed,
-            stop_token_ids=[token],
-            include_stop_str_in_output=True,
+            [
+                {**each, "stop": [stop], "include_stop_str_in_output": keep}
+                for each, stop in zip(SEEDS, stops, strict=True)
+            ],
         )
-        assert kept.text == engine.tokenizer.decode(kept.token_ids)
-        met += kept.stop_match == token
-    assert met > 1
+        for keep in (False, True)
+    )
+    for output, stop, without, whole in zip(free, stops, cut, kept, strict=True):
+        assert whole.text == output.text[: output.text.index(stop) + len(stop)]
+        assert without.text + stop == whole.text
+    tokens = [output.token_ids[8] for output in free]
+    ended = of_letters(
+        engine,
+        [
+            {**each, "stop_token_ids": [token], "include_stop_str_in_output": True}
+            for each, token in zip(SEEDS, tokens, strict=True)
+        ],
+    )
+    assert all(one.text == engine.tokenizer.decode(one.token_ids) for one in ended)
+    assert sum(one.stop_match == token for one, token in zip(ended, tokens, strict=True)) > 1
 
 
 @pytest.mark.parametrize(

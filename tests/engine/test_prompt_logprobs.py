@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, PromptLogprobs
 from overlap_spec.worker.extras import prompt_logprobs
+from tests.support.tiers import few
 
 # Lengths around the edges of pages (16) and chunks (48).
 LENGTHS = (1, 2, 16, 17, 48, 49, 130, 200)
@@ -31,13 +31,6 @@ CLOSE = 1e-4
 def still(tiny: dict[str, Any]) -> dict[str, Any]:
     """No deadline: a busy machine must not fail a test."""
     return {**tiny, "mask_deadline_ms": None, "adaptive": "static", "chunked_prefill_size": 48}
-
-
-@pytest.fixture(scope="module")
-def model(tiny: dict[str, Any]) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(Path(tiny["model"]), dtype=torch.float32)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -66,20 +59,23 @@ def check(model: Any, ids: list[int], told: tuple[PromptLogprobs | None, ...], t
                 assert (p, place) == (entry.logprob, entry.rank)
 
 
-def check_all(model: Any, prompts: list[list[int]], outputs: list[Output]) -> None:
+def check_all(reference: Any, prompts: list[list[int]], outputs: list[Output]) -> None:
     for ids, top, output in zip(prompts, TOPS, outputs, strict=True):
         if top is None:
             assert output.prompt_logprobs == ()
         else:
-            check(model, ids, output.prompt_logprobs, top)
+            check(reference, ids, output.prompt_logprobs, top)
 
 
 @pytest.mark.parametrize(
     ("drafter", "overlap"),
-    [("none", "once-sync"), ("tree", "none"), ("tree", "once-sync"), ("ngram", "double-sync")],
+    few(
+        [("none", "once-sync"), ("tree", "none"), ("tree", "once-sync"), ("ngram", "double-sync")],
+        ("tree", "once-sync"),
+    ),
 )
 def test_in_a_mixed_batch_of_chunks(
-    still: dict[str, Any], model: Any, drafter: str, overlap: str
+    still: dict[str, Any], reference: Any, drafter: str, overlap: str
 ) -> None:
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     plain: list[Any] = [{"max_tokens": 12, "temperature": 0}] * len(prompts)
@@ -88,7 +84,7 @@ def test_in_a_mixed_batch_of_chunks(
         wanted = engine.generate(prompts, list(GRAMMARS), plain)
         engine.flush_cache()
         outputs = engine.generate(prompts, list(GRAMMARS), asked)
-        check_all(model, prompts, outputs)
+        check_all(reference, prompts, outputs)
         # To be told of it changes nothing.
         assert [o.token_ids for o in outputs] == [o.token_ids for o in wanted]
         assert engine.snapshot()["pages_in_use"] == 0
@@ -96,14 +92,15 @@ def test_in_a_mixed_batch_of_chunks(
 
 
 @pytest.mark.ci
-def test_two_ranks_tell_the_same(still: dict[str, Any], model: Any) -> None:
+def test_two_ranks_tell_the_same(still: dict[str, Any], reference: Any) -> None:
     """What a chunk is asked reaches the other rank with the plan."""
     ids = prompt(130, 9)
     with Engine(**still, context_length=256, tensor_parallel_size=2, graphs=False) as engine:
-        check(model, ids, engine.generate(ids, max_tokens=2, prompt_logprobs=3).prompt_logprobs, 3)
+        told = engine.generate(ids, max_tokens=2, prompt_logprobs=3).prompt_logprobs
+    check(reference, ids, told, 3)
 
 
-def test_cached_rows_are_computed_again(still: dict[str, Any], model: Any) -> None:
+def test_cached_rows_are_computed_again(still: dict[str, Any], reference: Any) -> None:
     ids = prompt(150, 7)
     with Engine(**still, context_length=256) as engine:
         first = engine.generate(ids, max_tokens=8)
@@ -111,16 +108,16 @@ def test_cached_rows_are_computed_again(still: dict[str, Any], model: Any) -> No
         longer = engine.generate([*ids, *prompt(20, 8)], max_tokens=8, prompt_logprobs=0)
         later = engine.generate(ids, max_tokens=8)
         assert engine.snapshot()["pages_in_use"] == 0
-    check(model, ids, asked.prompt_logprobs, 2)
-    check(model, [*ids, *prompt(20, 8)], longer.prompt_logprobs, 0)
+    check(reference, ids, asked.prompt_logprobs, 2)
+    check(reference, [*ids, *prompt(20, 8)], longer.prompt_logprobs, 0)
     assert (asked.stats.cached_tokens, longer.stats.cached_tokens) == (0, 0)
     # What was computed for them serves others.
     assert later.stats.cached_tokens == 144
     assert first.token_ids == asked.token_ids == later.token_ids
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_after_preemption(still: dict[str, Any], model: Any, prefix_cache: bool) -> None:
+@pytest.mark.parametrize("prefix_cache", few([True, False], True))
+def test_after_preemption(still: dict[str, Any], reference: Any, prefix_cache: bool) -> None:
     prompts = [prompt(90, seed) for seed in range(6)]
     sampling = {"max_tokens": 100, "temperature": 0, "prompt_logprobs": 1, "ignore_eos": True}
     room = {"max_total_tokens": 512, "prefix_cache": prefix_cache}
@@ -129,11 +126,11 @@ def test_after_preemption(still: dict[str, Any], model: Any, prefix_cache: bool)
         assert engine.snapshot()["preemptions"] > 0
         assert engine.snapshot()["pages_in_use"] == 0
     for ids, output in zip(prompts, outputs, strict=True):
-        check(model, ids, output.prompt_logprobs, 1)
+        check(reference, ids, output.prompt_logprobs, 1)
 
 
 def test_in_blocks_of_the_vocabulary(
-    still: dict[str, Any], model: Any, monkeypatch: pytest.MonkeyPatch
+    still: dict[str, Any], reference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Seven rows' logits at a time."""
     monkeypatch.setattr(prompt_logprobs, "BLOCK_ENTRIES", 7 * 260)
@@ -147,12 +144,12 @@ def test_in_blocks_of_the_vocabulary(
     monkeypatch.setattr(prompt_logprobs, "_score", noted)
     with Engine(**still, context_length=256) as engine:
         output = engine.generate(ids, max_tokens=1, prompt_logprobs=2)
-    check(model, ids, output.prompt_logprobs, 2)
+    check(reference, ids, output.prompt_logprobs, 2)
     # Chunks of 48, 48 and 3 rows.
     assert widths == [7, 7, 7, 7, 7, 7, 6] * 2 + [3]
 
 
-def test_pieces_of_the_prompt_come_first(still: dict[str, Any], model: Any) -> None:
+def test_pieces_of_the_prompt_come_first(still: dict[str, Any], reference: Any) -> None:
     ids = prompt(300, 5)
     with Engine(**still) as engine:
         pieces = list(engine.stream(ids, max_tokens=8, prompt_logprobs=40))
@@ -160,7 +157,7 @@ def test_pieces_of_the_prompt_come_first(still: dict[str, Any], model: Any) -> N
     assert len(told) > 1
     assert pieces[: len(told)] == told
     assert not any(piece.text or piece.token_ids for piece in told)
-    check(model, ids, tuple(entry for piece in told for entry in piece.prompt_logprobs), 40)
+    check(reference, ids, tuple(entry for piece in told for entry in piece.prompt_logprobs), 40)
 
 
 def test_what_is_refused(still: dict[str, Any]) -> None:

@@ -50,24 +50,6 @@ def example(steps: int = 4) -> Timeline:
     return timeline
 
 
-@pytest.mark.parametrize(
-    ("spans", "want"),
-    [
-        ([], 0.0),
-        ([(0, 3)], 3.0),
-        ([(0, 3), (5, 6)], 4.0),
-        ([(0, 3), (2, 6)], 6.0),
-        ([(0, 9), (2, 3), (4, 5)], 9.0),
-        ([(4, 6), (0, 2), (2, 4)], 6.0),
-        ([(5, 5), (1, 2)], 1.0),
-        ([(5, 3), (1, 2)], 1.0),
-        ([(-4, -2), (-3, 1)], 5.0),
-    ],
-)
-def test_union(spans: list[tuple[int, int]], want: float) -> None:
-    assert union_ms(span(start * MS, end * MS) for start, end in spans) == pytest.approx(want)
-
-
 @given(st.lists(st.tuples(st.integers(-20, 60), st.integers(-20, 60))))
 def test_union_counts_covered_ticks(pairs: list[tuple[int, int]]) -> None:
     covered = {tick for start, end in pairs for tick in range(start, end)}

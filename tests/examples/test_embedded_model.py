@@ -51,6 +51,7 @@ from overlap_spec.training.budget import Budget
 from overlap_spec.training.export import export_head
 from overlap_spec.training.head import HeadRecipe, new_head
 from overlap_spec.training.trainer import initialise
+from tests.support.models import TRAINED
 
 KINDS = ("seen", "unseen", "seen_tools", "unseen_tools")
 GSM8K = [("How many are 2 and 3?", "2+3=<<2+3=5>>5.\n#### 5"), ("What is 4 less 1?", "#### 3")]
@@ -63,25 +64,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def tiny_config():
-    return replace(
-        embedded_config(512),
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=4,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        max_position=512,
-    )
-
-
-def test_held_out_templates_share_no_four_words_with_training_ones():
-    lib = library()
-    trained = set().union(*(template.grams() for template in lib.training()))
-    held_out = list(lib.held_out())
-    assert len([t for t in held_out if not t.id.startswith("frame")]) >= 20
-    for template in held_out:
-        assert not template.grams() & trained, template.id
+    return replace(embedded_config(512), **TRAINED)
 
 
 def test_fillers_are_split_and_seeded():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -15,7 +13,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import dispatch
 from overlap_spec.kernels.triton import flash
 from overlap_spec.kernels.triton.launch import recorded
-from tests.support.kernel_cases import enter_interpreter, run_flash
+from tests.support.kernel_cases import run_flash
 from tests.support.kernel_ir import compile_for
 
 FAULTY = [
@@ -24,14 +22,6 @@ FAULTY = [
     ("tree_attention", "windows of trees are taken"),
     ("ragged_attention", "sinks of chunks are taken"),
 ]
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process whose Triton interprets: the choice is one for a whole process."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, enter_interpreter) as pool:
-        yield pool
 
 
 @pytest.mark.ci

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 
 from overlap_spec import kernels
-from tests.support.kernel_cases import (
-    CASES,
-    CLOSE,
-    MODULES,
-    close,
-    enter_checked_interpreter,
-    enter_interpreter,
-    run_canary,
-    run_case,
-    run_planted,
-)
+from tests.support.kernel_cases import MODULES, run_canary, run_case, run_planted
+from tests.support.kernel_harness import CASES, CLOSE, close
 from tests.support.tiers import few
 
 EXAMPLES = dict.fromkeys(CASES, 15) | {"prefill_attention": 4}
@@ -34,22 +23,6 @@ INTERPRETED = EXAMPLES | {"scarce_choice": 4, "filtered_choice": 15}
 SHORT = 3
 gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process whose Triton interprets: the choice is one for a whole process."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, enter_interpreter) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def checked() -> Iterator[ProcessPoolExecutor]:
-    """The same, where every load and store is checked."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, enter_checked_interpreter) as pool:
-        yield pool
 
 
 def test_every_kernel_has_a_case() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.support import checkpoints
-from tests.support.kernel_harness import enter_checked_interpreter, enter_interpreter
 from tests.support.whole import Said, answers, launches
 
 # In bfloat16 a sum in another order moves a logit by this, at most: law 8's bound.
@@ -29,21 +26,6 @@ CAPS = {
     "query_pre_attn_scalar": 16, "sliding_window": 6, "attn_logit_softcapping": 20.0,
     "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process whose Triton interprets: the choice is one for a whole process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), enter_interpreter) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def checked() -> Iterator[ProcessPoolExecutor]:
-    """The same, where every load and store of every kernel is checked."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, enter_checked_interpreter) as pool:
-        yield pool
 
 
 def alike(got: list[Said], want: list[Said], bound: float) -> None:

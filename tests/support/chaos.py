@@ -160,7 +160,7 @@ def outputs_equal(oracle: Engine, engine: Engine, first: int, count: int = 17) -
 def hold_known(
     target: dict[str, Any], monkeypatch: pytest.MonkeyPatch, mode: str, tier: str, room: str
 ) -> None:
-    """17 random batches, drafted for by who knows the answers, so that many drafts are accepted."""
+    """8 random batches, drafted for by who knows the answers, so that many drafts are accepted."""
     first, settings = settings_of(tier, room)
     answers: list[Sequence[int]] = []
     if tier != "plain":
@@ -176,6 +176,6 @@ def hold_known(
     monkeypatch.setattr("tests.support.chaos.run", noted)
     start(monkeypatch, first)
     with oracle, build(target, overlap=mode, **settings) as engine:
-        outputs_equal(oracle, engine, first)
+        outputs_equal(oracle, engine, first, 8)
         # Where there is little room a batch may preempt; each kind of target has a test that does.
         assert room == "crowded" or not engine.core.scheduler.preemptions

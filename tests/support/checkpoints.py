@@ -92,6 +92,12 @@ def write_head(
     save(head, path, seed, 1.5)
 
 
+def rewrite(file: Path, **fields: Any) -> None:
+    """Change fields of a file in JSON; what becomes None is gone."""
+    data = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: x for name, x in data.items() if x is not None}))
+
+
 def save(module: torch.nn.Module, path: Path, seed: int, scale: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -202,19 +201,6 @@ class WrongType(Echo):
     def draft(self, roots: Roots, tier: Tier) -> Draft:
         draft = super().draft(roots, tier)
         return draft._replace(tokens=draft.tokens.float())
-
-
-class Sleeps(Echo):
-    """Takes its time, once."""
-
-    recorded: ClassVar[bool] = False
-    drafts = 0
-
-    def draft(self, roots: Roots, tier: Tier) -> Draft:
-        self.drafts += 1
-        if self.drafts == 3:
-            time.sleep(1.0)
-        return super().draft(roots, tier)
 
 
 class OnHost(Drafter):

@@ -1,7 +1,7 @@
 """Each Triton kernel against its reference, on inputs that hypothesis draws.
 
-A case takes hypothesis's ``draw`` and a device. ``tests/test_kernel_triton.py`` runs the cases in
-Triton's interpreter, in a process of its own, and on a GPU where there is one.
+A case takes hypothesis's ``draw`` and a device. ``tests/kernels/test_kernel_triton.py`` runs the
+cases in Triton's interpreter, in a process of its own, and on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -14,26 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.support import kernel_cases_choice, kernel_cases_layers
-from tests.support.kernel_harness import (
-    CASES,
-    CLOSE,
-    close,
-    enter_checked_interpreter,
-    enter_interpreter,
-)
-
-__all__ = [
-    "CASES",
-    "CLOSE",
-    "MODULES",
-    "close",
-    "enter_checked_interpreter",
-    "enter_interpreter",
-    "run_canary",
-    "run_case",
-    "run_flash",
-    "run_planted",
-]
+from tests.support.kernel_harness import CASES
 
 # Importing a module of cases enters them.
 MODULES = (kernel_cases_layers, kernel_cases_choice)

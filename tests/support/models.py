@@ -67,6 +67,16 @@ SHARED = {
 HYBRID = {
     **DELTA, **SHARED, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next",
 }  # fmt: skip
+V3 = {
+    **LATENT, "topk_group": 2, "n_group": 4, "q_lora_rank": 20, "num_nextn_predict_layers": 1,
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "routed_scaling_factor": 2.5,
+}  # fmt: skip
+# As of small targets that are trained, in our names.
+TRAINED = {
+    "hidden_size": 32, "intermediate_size": 48, "num_layers": 4, "num_heads": 2,
+    "num_kv_heads": 1, "head_dim": 16, "max_position": 512,
+}  # fmt: skip
 MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32.0, "beta_slow": 1.0}
 # A base so low that few positions turn all channels.
 SLOW = {"rope_type": "default", "rope_theta": 50.0}

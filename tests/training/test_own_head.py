@@ -31,6 +31,7 @@ from overlap_spec.training.own_head import draft_vocabulary, train_head
 from overlap_spec.training.progress import Bars
 from overlap_spec.training.samples import read_samples
 from overlap_spec.training.settings import HeadSettings
+from tests.support.models import TRAINED
 from tests.support.tiers import few
 
 CPU = torch.device("cpu")
@@ -48,10 +49,7 @@ def chat_line(turns: list[tuple[str, str]]) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target with random weights, and a file of chats."""
     path = tmp_path_factory.mktemp("target")
-    config = replace(
-        embedded_config(512), hidden_size=32, intermediate_size=48, num_layers=4, num_heads=2,
-        num_kv_heads=1, head_dim=16, max_position=256,
-    )  # fmt: skip
+    config = replace(embedded_config(512), **TRAINED | {"max_position": 256})
     target = new_target(config, 1)
     export_target(target, train_tokenizer(corpus(0, 200, []), 512), path)
     (path / "chats.jsonl").write_text("\n".join(map(chat_line, CHATS)))
@@ -150,7 +148,7 @@ def test_a_head_that_drafts_nothing_right_is_told(tmp_path, capsys):
     assert "none" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "eagle"])
+@pytest.mark.parametrize("algorithm", few(["eagle3", "eagle"], "eagle3"))
 def test_the_command_makes_a_head_that_the_engine_drafts_with(
     folder, tmp_path, capsys, monkeypatch, algorithm
 ):

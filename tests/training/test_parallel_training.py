@@ -16,20 +16,10 @@ from overlap_spec.training.export import export_head
 from overlap_spec.training.head import HeadRecipe, new_head
 from overlap_spec.training.parallel import ParallelPass, ParallelTrainer, new_parallel
 from overlap_spec.training.trainer import initialise
+from tests.support.models import TRAINED
 
 MASK = 2
-CONFIG = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=256,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=4,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=16,
-    max_position=512,
-    tie_embeddings=True,
-)
+CONFIG = ModelConfig("LlamaForCausalLM", vocab_size=256, tie_embeddings=True, **TRAINED)
 
 
 def recipe(**others: float) -> HeadRecipe:

@@ -27,22 +27,12 @@ from overlap_spec.training.head import (
 )
 from overlap_spec.training.optim import orthogonalise, schedule
 from overlap_spec.training.trainer import initialise
+from tests.support.models import TRAINED
 
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    return ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=4,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        max_position=512,
-        tie_embeddings=True,
-    )
+    return ModelConfig("LlamaForCausalLM", vocab_size=512, tie_embeddings=True, **TRAINED)
 
 
 def chain(steps: int) -> HeadRecipe:

@@ -26,7 +26,7 @@ from overlap_spec.models.rope import channel_order, inverse_frequencies
 from overlap_spec.models.weights import export_state, load_decoder
 from overlap_spec.training.attention import CausalRows
 from overlap_spec.worker.graphs import TracedGraph
-from tests.support.checkpoints import write_tokenizer
+from tests.support.checkpoints import rewrite, write_tokenizer
 from tests.support.models import CASES, Cache, greedy, reference
 from tests.support.models import architecture as class_name
 from tests.support.quantised import compressed
@@ -138,7 +138,7 @@ def files(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("case", NEW)
+@pytest.mark.parametrize("case", CASES)
 def test_what_was_read_is_written_as_it_was(case: str, tmp_path: Path) -> None:
     """Fused, moved and shifted weights find back to their names, rows and numbers."""
     reference(case, tmp_path, shard="40KB")
@@ -169,8 +169,7 @@ def test_longrope_turns_to_its_second_list_with_the_context(
 
 
 def rewritten(folder: Path, **fields: Any) -> Path:
-    hf = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(hf | fields))
+    rewrite(folder / "config.json", **fields)
     return folder
 
 
@@ -322,6 +321,20 @@ REFUSED = [
     ("gpt2", {"n_embd": "x"}, "n_embd must be a whole number"),
     ("starcoder2", {"hidden_act": "silu"}, "hidden_act must be one of gelu, gelu_new"),
     ("cohere", {"logit_scale": -1}, "logit_scale must be a number above 0"),
+    ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
+    ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob is not supported"),
+    ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func must be 'softmax': 'sigmoid'"),
+    ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid': 'softmax'"),
+    ("deepseek-v3", {"n_group": 3}, "n_group 3 and topk_group 2 do not fit n_routed_experts 8"),
+    ("deepseek-v3", {"num_experts_per_tok": 5}, "do not fit .* num_experts_per_tok 5"),
+    ("deepseek-v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a whole number"),
+    ("deepseek-v3", {"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32.* is not known"),
+    ("qwen3-next", {"linear_num_value_heads": 5}, "linear_num_value_heads 5 is no multiple of .*2"),
+    ("qwen3-next", {"layer_types": ["sliding_attention"] * 4}, "must be 4 times one of linear"),
+    ("qwen3-next", {"layer_types": ["linear_attention"] * 4}, "and the latter at least once"),
+    ("qwen3-next", {"layer_types": ["full_attention"]}, "must be 4 times one of linear_attention"),
+    ("qwen3-next", {"linear_key_head_dim": 0}, "linear_key_head_dim must be a whole number"),
+    ("qwen3-next", {"architectures": ["Qwen4ExpForCausalLM"]}, "Qwen4ExpForCausalLM' is not known"),
 ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_spec.config import EMBEDDED, OVERLAP_MODES, EngineConfig
+from overlap_spec.config import OVERLAP_MODES, EngineConfig
 from overlap_spec.models.packing import has_bfloat16
 from overlap_spec.models.tensors import parameter_count
 from overlap_spec.worker import cores
@@ -25,6 +24,8 @@ from overlap_spec.worker.cores import (
     pick_threads,
 )
 from overlap_spec.worker.site import overlap_mode, pick_dtype
+from tests.support.checkpoints import rewrite
+from tests.support.skips import needs_weights
 
 LARGE = 1 << 40
 
@@ -129,8 +130,7 @@ def test_auto_reads_the_checkpoint(
     monkeypatch.setattr(cores, "BFLOAT16_BYTES", 0)
     shutil.copytree(tiny["model"], tmp_path / "target")
     for stored in ("float32", "bfloat16"):
-        file = tmp_path / "target" / "config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": stored}))
+        rewrite(tmp_path / "target" / "config.json", dtype=stored)
         config = EngineConfig.build(model=str(tmp_path / "target"))
         assert pick_dtype(config, cpu) is getattr(torch, stored)
         assert pick_dtype(config, gpu) is getattr(torch, stored)
@@ -139,9 +139,7 @@ def test_auto_reads_the_checkpoint(
     assert pick_dtype(config, gpu) is torch.bfloat16
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 def test_prefill_has_a_stream_of_its_own_where_a_core_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from overlap_spec.config import EMBEDDED
 from overlap_spec.engine import Engine
 from overlap_spec.engine import build as engine_build
 from overlap_spec.grammar.spec import Grammar
@@ -16,6 +15,7 @@ from overlap_spec.types import SamplingParams
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.graphs import CudaGraph
 from tests.support.chaos import GRAMMARS, ROOM, TIERS, build, outputs_equal, settings_of
+from tests.support.skips import needs_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -61,9 +61,7 @@ def test_chaos_on_cuda_never_changes_outputs(
         outputs_equal(oracle, engine, first)
 
 
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 @pytest.mark.parametrize("topk", [1, 4])
 def test_greedy_text_is_the_cpus(topk: int) -> None:
     prompts = [f"Repeat: the train to platform {n} is {n * 7} minutes late." for n in range(6)]

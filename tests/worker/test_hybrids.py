@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from overlap_spec.engine import Engine
-from overlap_spec.errors import CheckpointError, ConfigError, InvalidRequest
+from overlap_spec.errors import ConfigError, InvalidRequest
 from overlap_spec.grammar.spec import Grammar
-from overlap_spec.models.config import read_config
 from overlap_spec.models.shard import Shard
-from overlap_spec.models.weights import export_state, load_decoder, load_mtp
+from overlap_spec.models.weights import load_decoder, load_mtp
 from overlap_spec.types import Output
-from tests.support import chaos, checkpoints
+from tests.support import checkpoints
 from tests.support.drafters import Knows
 from tests.support.layouts import LAYOUTS
 from tests.support.layouts import write as write_head
@@ -37,7 +36,6 @@ from tests.support.targets import (
 from tests.support.tiers import few
 
 CPU = torch.device("cpu")
-MODES = "none", "double-sync", "once-sync"
 
 
 @pytest.fixture(scope="module", params=few(("qwen3-next", "qwen3.5"), "qwen3-next"))
@@ -55,7 +53,7 @@ def test_chunks_of_any_size(published: tuple[Any, Path], graphs: bool) -> None:
     model, folder = published
     prompts = texts(1, 3, 17, 40, 61, 150)
     want = [greedy(model, prompt, 16) for prompt in prompts]
-    for size, shape in ((4, "chain"), (5, "tree"), (11, "ragged"), (70, "tree"), (256, "chain")):
+    for size, shape in ((4, "chain"), (11, "ragged"), (256, "tree")):
         settings = {"chunked_prefill_size": size, "page_size": 4, "graphs": graphs}
         knows = Knows(want + want)
         with Engine(str(folder), **COMMON, **settings, **SHAPES[shape], algorithm=knows) as engine:
@@ -68,7 +66,7 @@ def test_chunks_of_any_size(published: tuple[Any, Path], graphs: bool) -> None:
 def test_a_crowded_cache_costs_no_token(published: tuple[Any, Path]) -> None:
     """Requests are put aside, and their states computed again; rows go from one to the next."""
     model, folder = published
-    prompts = texts(30, 34, 38, 42, 50, 60)
+    prompts = texts(30, 38, 50, 60)
     want = [greedy(model, prompt, 40) for prompt in prompts]
     room: dict[str, Any] = {"max_total_tokens": 192, "context_length": 128, **SHAPES["tree"]}
     room |= {"max_running_requests": 4}
@@ -161,38 +159,12 @@ def test_drafts_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = {**tiny, "model": drafted["target"], "draft": drafted[name]}
-    for overlap in MODES:
+    for overlap in ("none", "once-sync"):
         algorithm = Knows([its.token_ids for its in plain]) if name == "knows" else name
         own = {**settings, "algorithm": algorithm, "overlap": overlap}
         outputs = hold_drafts(own, shape, plain, monkeypatch)
         if name == "knows":
             assert all(output.stats.accepted_drafts > 5 for output in outputs)
-
-
-@pytest.mark.parametrize("room", few(chaos.ROOM, "crowded"))
-@pytest.mark.parametrize("tier", few(chaos.TIERS, "tree"))
-@pytest.mark.parametrize("mode", few(MODES, "once-sync"))
-def test_chaos_never_changes_outputs(
-    tiny: dict[str, Any],
-    drafted: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    tier: str,
-    room: str,
-) -> None:
-    """Random batches of random requests, 306 seeds over all parameters."""
-    chaos.hold_known({**tiny, "model": drafted["target"]}, monkeypatch, mode, tier, room)
-
-
-@pytest.mark.parametrize("case", ["qwen3-next-even", "qwen3.5-moe"])
-@torch.no_grad()
-def test_files_are_written_as_they_are_read(case: str, tmp_path: Path) -> None:
-    reference(case, tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    exported = export_state(load_decoder(tmp_path, torch.float32, CPU))
-    assert exported.keys() == stored.keys()
-    for name, tensor in stored.items():
-        torch.testing.assert_close(exported[name], tensor)
 
 
 @pytest.mark.parametrize(
@@ -256,27 +228,6 @@ def test_the_next_token_module_is_the_last_layer_between_its_parts(
     want = normed("norm", model.layers[-1](x, position_embeddings=turns, attention_mask=mask)[0])
     module = load_mtp(folder, load_decoder(folder, torch.float32, CPU), torch.float32)
     torch.testing.assert_close(run_module(module, embeds, features, positions), want)
-
-
-REFUSED = [
-    ({"linear_num_value_heads": 5}, "linear_num_value_heads 5 is no multiple of .* 2"),
-    ({"layer_types": ["sliding_attention"] * 4}, "layer_types must be 4 times one of linear"),
-    ({"layer_types": ["linear_attention"] * 4}, "and the latter at least once"),
-    ({"layer_types": ["full_attention"]}, "layer_types must be 4 times one of linear_attention"),
-    ({"linear_key_head_dim": 0}, "linear_key_head_dim must be a whole number"),
-    ({"architectures": ["Qwen4ExpForCausalLM"]}, "Qwen4ExpForCausalLM' is not known"),
-]
-
-
-@pytest.mark.parametrize(("fields", "told"), REFUSED)
-def test_what_is_not_built_is_refused_by_name(
-    fields: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    reference("qwen3-next", tmp_path)
-    hf = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(hf | fields))
-    with pytest.raises(CheckpointError, match=told):
-        read_config(tmp_path)
 
 
 def test_states_are_not_cut_nor_trained_on_nor_drafted_with(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from overlap_spec.engine import Engine
-from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.models.config import read_config
+from overlap_spec.errors import ConfigError
 from overlap_spec.models.shard import Shard
 from overlap_spec.models.weights import export_state, load_decoder, load_mtp
 from overlap_spec.types import Output
-from tests.support import chaos, checkpoints, dflash
+from tests.support import checkpoints, dflash
 from tests.support.layouts import LAYOUTS
 from tests.support.layouts import write as write_head
-from tests.support.models import LATENT, greedy, reference
+from tests.support.models import LATENT, V3, greedy, reference
 from tests.support.mtp import run_module
 from tests.support.quantised import FP8
 from tests.support.targets import (
@@ -37,11 +35,6 @@ from tests.support.targets import (
 from tests.support.tiers import few
 
 CPU = torch.device("cpu")
-NEXT = {"topk_group": 2, "n_group": 4, "q_lora_rank": 20, "num_nextn_predict_layers": 1}
-V3 = {
-    **LATENT, **NEXT, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
-    "routed_scaling_factor": 2.5,
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=few(("deepseek-v2", "deepseek-v3"), "deepseek-v3"))
@@ -58,7 +51,7 @@ def test_chunks_of_any_size_and_reused_pages(published: tuple[Any, Path]) -> Non
     prompts = texts(3, 17, 40, 61)
     want = [greedy(model, prompt, 16) for prompt in prompts]
     tree = {"algorithm": "draft_model", "draft": str(folder), "num_steps": 3, "eagle_topk": 2}
-    for size, prefix_cache in ((4, True), (5, False), (11, True), (64, False)):
+    for size, prefix_cache in ((4, True), (11, False), (64, True)):
         settings = {"chunked_prefill_size": size, "prefix_cache": prefix_cache, "page_size": 4}
         with Engine(str(folder), **COMMON, **settings, **tree) as engine:
             assert ask(engine, prompts) == want, size
@@ -119,7 +112,7 @@ def module_shapes() -> dict[str, tuple[int, ...]]:
     """Every tensor of V3's next-token module in its file, without its prefix."""
     hidden, inner, heads = checkpoints.SHAPE["hidden_size"], LATENT["moe_intermediate_size"], 4
     rank, rope, straight = (LATENT[f"{n}"] for n in ("kv_lora_rank", *DIMS[:2]))
-    value, queries = LATENT["v_head_dim"], NEXT["q_lora_rank"]
+    value, queries = LATENT["v_head_dim"], V3["q_lora_rank"]
     found: dict[str, tuple[int, ...]] = {
         "self_attn.q_a_proj": (queries, hidden),
         "self_attn.q_b_proj": (heads * (straight + rope), queries),
@@ -185,22 +178,6 @@ def test_drafts_change_nothing(
             assert sum(output.stats.accepted_drafts for output in outputs) > 0
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("room", chaos.ROOM)
-@pytest.mark.parametrize("tier", chaos.TIERS)
-@pytest.mark.parametrize("mode", ["once-sync", "double-sync", "none"])
-def test_chaos_never_changes_outputs(
-    tiny: dict[str, Any],
-    drafted: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    mode: str,
-    tier: str,
-    room: str,
-) -> None:
-    """Random batches of random requests, 306 seeds over all parameters."""
-    chaos.hold_known({**tiny, "model": drafted["target"]}, monkeypatch, mode, tier, room)
-
-
 @torch.no_grad()
 def test_the_next_token_module_is_that_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -237,29 +214,6 @@ def test_the_next_token_module_is_that_of_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(run_module(module, later[0], features[0, :-1], positions), want)
 
 
-REFUSED = [
-    ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
-    ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob is not supported"),
-    ("deepseek-v2", {"scoring_func": "sigmoid"}, "scoring_func must be 'softmax': 'sigmoid'"),
-    ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid': 'softmax'"),
-    ("deepseek-v3", {"n_group": 3}, "n_group 3 and topk_group 2 do not fit n_routed_experts 8"),
-    ("deepseek-v3", {"num_experts_per_tok": 5}, "do not fit .* num_experts_per_tok 5"),
-    ("deepseek-v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a whole number"),
-    ("deepseek-v3", {"architectures": ["DeepseekV32ForCausalLM"]}, "DeepseekV32.* is not known"),
-]
-
-
-@pytest.mark.parametrize(("case", "fields", "told"), REFUSED)
-def test_what_is_not_built_is_refused_by_name(
-    case: str, fields: dict[str, Any], told: str, tmp_path: Path
-) -> None:
-    reference(case, tmp_path)
-    hf = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(hf | fields))
-    with pytest.raises(CheckpointError, match=told):
-        read_config(tmp_path)
-
-
 def test_a_file_in_blocks_of_fp8_is_read_exactly(tmp_path: Path) -> None:
     reference("deepseek-v3", tmp_path)
     plain, stored = load_file(tmp_path / "model.safetensors"), {}
@@ -274,9 +228,8 @@ def test_a_file_in_blocks_of_fp8_is_read_exactly(tmp_path: Path) -> None:
         plain[name] = codes.float() * every
     assert "model.layers.1.self_attn.kv_b_proj.weight_scale_inv" in stored
     save_file(stored, tmp_path / "model.safetensors")
-    hf = json.loads((tmp_path / "config.json").read_text())
-    hf["quantization_config"] = {**FP8, "weight_block_size": [16, 16]}
-    (tmp_path / "config.json").write_text(json.dumps(hf))
+    quantised = {**FP8, "weight_block_size": [16, 16]}
+    checkpoints.rewrite(tmp_path / "config.json", quantization_config=quantised)
     got = export_state(load_decoder(tmp_path, torch.float32, CPU))
     assert got.keys() == plain.keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in plain.items())

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import torch
 
-from overlap_spec import Engine, Grammar, SamplingParams
+from overlap_spec import Engine, SamplingParams
 from overlap_spec.config import EMBEDDED
 from overlap_spec.kernels import cpu
 from overlap_spec.load.asks import QUESTIONS
@@ -30,13 +30,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Engine]:
-    with Engine(algorithm="none", overlap="none") as engine:
+    with Engine(algorithm="none", overlap="none", grammar_isolated=False) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module", params=few(SETTINGS, "tree"))
 def speculative(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with Engine(**SETTINGS[request.param], adaptive="static") as engine:
+    with Engine(**SETTINGS[request.param], adaptive="static", grammar_isolated=False) as engine:
         yield engine
 
 
@@ -91,12 +91,12 @@ def test_seeded_sampling_is_the_same_with_and_without_speculation(
     plain: Engine, speculative: Engine
 ) -> None:
     """Coins depend on seed and position alone, so even sampled text is equal, token by token."""
-    prompts = [prompt for prompt, _ in work(8)]
+    items = work(8)
+    prompts, grammars = [p for p, _ in items], [g for _, g in items]
     sampling = [
         SamplingParams(max_tokens=40, temperature=0.9, seed=i, top_p=0.9 if i % 2 else 1.0)
         for i in range(len(prompts))
     ]
-    grammars = [None, Grammar.json_object()] * 4
     want = plain.generate(prompts, grammars, sampling)
     same(want, speculative.generate(prompts, grammars, sampling))
     assert len({o.text for o in want}) > 1

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from overlap_spec import Engine, Grammar
-from overlap_spec.config import EMBEDDED, EngineConfig
+from overlap_spec.config import EngineConfig
 from overlap_spec.worker.build import count_pages
 from overlap_spec.worker.kv_pool import ALIGNMENT, lazy_zeros
+from tests.support.skips import needs_weights
+from tests.support.tiers import few
 
 # Measured 421 MB with torch 2.13 and xgrammar; 1,230 MB when caches were written ahead.
 MOST_MB = 600
@@ -31,9 +33,7 @@ print(next(line.split()[1] for line in lines if line.startswith("VmHWM")), loade
 
 @pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
+@needs_weights
 def test_one_prompt_takes_no_memory_for_requests_that_never_come() -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", ONE_PROMPT]
@@ -54,7 +54,7 @@ def test_lazy_zeros(dtype: torch.dtype) -> None:
     assert made.sum() == 1
 
 
-@pytest.mark.parametrize("overlap", ["none", "once-sync"])
+@pytest.mark.parametrize("overlap", few(["none", "once-sync"], "once-sync"))
 def test_a_closed_engine_holds_nothing(tiny: dict[str, Any], overlap: str) -> None:
     engine = Engine(**tiny, overlap=overlap, device="cpu")
     engine.generate("one", Grammar.json_object(), {"max_tokens": 8})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.worker import Worker
-from tests.support import chaos
+from tests.support import chaos, checkpoints
+from tests.support.models import HYBRID, V3
 from tests.support.tiers import few
 
 
@@ -43,7 +45,25 @@ def test_chaos_never_changes_outputs(
     assert set(threading.enumerate()) <= before
 
 
-@pytest.mark.parametrize("mode", ["once-sync", "double-sync", "none"])
+@pytest.mark.parametrize("room", few(chaos.ROOM, "crowded"))
+@pytest.mark.parametrize("tier", few(chaos.TIERS, "tree"))
+@pytest.mark.parametrize("mode", few(("once-sync", "double-sync", "none"), "once-sync"))
+@pytest.mark.parametrize("kept", few(("states", "latents"), "states"))
+def test_chaos_never_changes_outputs_of_other_caches(
+    tiny: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: str,
+    mode: str,
+    tier: str,
+    room: str,
+) -> None:
+    """As above, where some layers keep a state, or all keep latents, in the place of keys."""
+    checkpoints.write_target(tmp_path, **{"states": HYBRID, "latents": V3}[kept])
+    chaos.hold_known({**tiny, "model": str(tmp_path)}, monkeypatch, mode, tier, room)
+
+
+@pytest.mark.parametrize("mode", few(("once-sync", "double-sync", "none"), "once-sync"))
 @pytest.mark.parametrize("max_tokens", [1, 7, 60])
 def test_nothing_is_verified_for_requests_that_have_ended(
     tiny: dict[str, str], mode: str, max_tokens: int

@@ -18,14 +18,14 @@ def test_a_pass_of_one_thread_is_timed_by_its_work() -> None:
     def run() -> tuple[Tensor, ...]:
         nonlocal ran
         ran += 1
-        time.sleep(0.3)
+        time.sleep(0.1)
         return (torch.ones(3),)
 
     with pass_threads(1):
         took, outputs = least_ms(run, torch.zeros(1), together=True)
     assert ran == 1 + RUNS
     assert torch.equal(outputs[0], torch.ones(3))
-    assert 0 < took < 300
+    assert 0 < took < 100
     with pass_threads(2):
         took, _ = least_ms(run, torch.zeros(1), together=False)
-    assert took >= 300
+    assert took >= 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,13 +16,16 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels.scripting import scripted
 from overlap_spec.models.packing import PackedLinear
 from overlap_spec.models.quantization import (
+    Int4Linear,
     Int8Embedding,
     Int8Linear,
     NativeInt8Linear,
+    has_int4,
     has_int8,
     has_vnni,
     int8_linear,
     quantize,
+    round_groups,
     round_rows,
 )
 from overlap_spec.types import Output
@@ -32,6 +36,7 @@ from overlap_spec.worker.streams import pass_threads
 from tests.support.tiers import few
 
 needs_int8 = pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
+needs_int4 = pytest.mark.skipif(not has_int4(), reason="no products of 4 bits on this machine")
 needs_vnni = pytest.mark.skipif(not has_vnni(), reason="no AVX512-VNNI")
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -70,10 +75,18 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows(
             assert torch.equal(recorded, want[:rows]), rows
 
 
-@needs_vnni
-def test_no_row_harms_another() -> None:
-    layer = Int8Linear(nn.Linear(32, 8))
-    x = torch.randn(4, 32)
+@pytest.mark.parametrize(
+    "rounded",
+    [
+        pytest.param(Int8Linear, marks=needs_vnni),
+        pytest.param(
+            lambda plain: Int4Linear(round_groups(plain.weight.data), plain.bias), marks=needs_int4
+        ),
+    ],
+)
+def test_no_row_harms_another(rounded: Callable[[nn.Linear], nn.Module]) -> None:
+    layer = rounded(nn.Linear(64, 8))
+    x = torch.randn(4, 64)
     with torch.inference_mode():
         want = layer(x)
         x[0], x[1], x[2, 5] = 0, torch.nan, torch.inf

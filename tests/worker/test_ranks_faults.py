@@ -32,7 +32,7 @@ from overlap_spec.worker.build import Room, build_worker
 from overlap_spec.worker.follower import Spans, follow
 from overlap_spec.worker.in_flight import Buffers, InFlightStep
 from overlap_spec.worker.lead import LeadWorker
-from overlap_spec.worker.messages import Call, encode_calls, pack_decision, take_decision
+from overlap_spec.worker.messages import encode_calls, pack_decision, take_decision
 from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.streams import InlineStream, InlineStreams, Value
@@ -40,6 +40,7 @@ from overlap_spec.worker.tables import SamplingFeatures
 from overlap_spec.worker.worker import Worker
 from tests.support.chaos import build
 from tests.support.drafters import Echo
+from tests.support.tiers import few
 
 
 class Kept(InlineStream):
@@ -53,41 +54,14 @@ class Kept(InlineStream):
 
 
 class Noting(InlineStreams):
-    """Remembers the most spans that were ever kept."""
+    """Whose spans are kept until they are noted."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.compute, self.most = Kept("compute"), 0
+        self.compute = Kept("compute")
 
     def note(self) -> None:
-        self.most = max(self.most, len(Kept.spans))
         Kept.spans.clear()
-
-
-class Told:
-    """A group whose rank 0 tells the same again and again, and then the end."""
-
-    shard = SimpleNamespace(rank=1, size=2)
-    key = bytes(32)
-
-    def __init__(self, call: Call, times: int) -> None:
-        rounds: list[list[Call]] = [[call]] * times + [[("close", ())]]
-        self.left = deque(tensor for calls in rounds for tensor in encode_calls(calls, self.key))
-
-    def receive(self, tensor: Tensor, _: int = 0) -> None:
-        tensor.copy_(self.left.popleft())
-
-
-def test_a_follower_keeps_no_spans() -> None:
-    streams = Noting()
-    worker = SimpleNamespace(
-        streams=streams,
-        rest=lambda: streams.compute.run("work", int),
-        close=lambda: None,
-    )
-    follow(cast("Worker", worker), cast("Group", Told(("rest", ()), 200)), Spans())
-    assert streams.most == 1
-    assert Kept.spans == []
 
 
 class Lost:
@@ -285,8 +259,10 @@ class Steps:
             tensor.copy_(self.step if self.left else self.end)
 
 
-def followed(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Objects, spans and handles after every tenth of 20,000 steps of a follower."""
+def followed(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, steps: int
+) -> list[tuple[int, ...]]:
+    """Objects, spans and handles after every tenth of so many steps of a follower."""
     monkeypatch.setattr(build_module, "Phases", NoPasses)
     monkeypatch.setattr(follower_module, "KEPT_SPANS", 64)
     streams, spans = Noting(), Spans()
@@ -299,21 +275,21 @@ def followed(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[tupl
     config = replace(config, max_running_requests=2, context_length=64, max_total_tokens=128)
     worker = build_worker(config, Room(3, 6), streams, spans.record)
     worker.assign(0, Request(7, (5,), SamplingParams(), None, 9, frozenset({0}), 0, 0), [])
-    group = Steps(20_000, look)
+    group = Steps(steps, look)
     follow(worker, cast("Group", group), spans)
     Kept.spans.clear()
     return group.seen
 
 
 def grows(seen: list[tuple[int, ...]]) -> bool:
-    """Whether there is more of anything after 20,000 steps than after 4,000."""
+    """Whether there is more of anything after all steps than after a fifth of them."""
     return any(late > early + 50 for early, late in zip(seen[1], seen[-1], strict=True))
 
 
-@pytest.mark.ci
-def test_a_follower_keeps_nothing_of_20000_steps(
-    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("steps", few((2_000, 20_000), 2_000))
+def test_a_follower_keeps_nothing_of_its_steps(
+    tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    seen = followed(tiny, monkeypatch)
+    seen = followed(tiny, monkeypatch, steps)
     assert len(seen) == 10
     assert not grows(seen), seen

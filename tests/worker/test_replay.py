@@ -191,7 +191,7 @@ def test_sizes_are_few_and_waste_little() -> None:
     assert len(set(sizes)) <= 32
 
 
-@pytest.mark.parametrize("overlap", ["none", "once-sync"])
+@pytest.mark.parametrize("overlap", few(["none", "once-sync"], "once-sync"))
 def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], overlap: str) -> None:
     outputs = []
     # Nine are filled up to ten where there is something to replay.

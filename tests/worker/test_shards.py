@@ -30,28 +30,10 @@ SIZES = {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size"
 # As Falcon calls them.
 OWN_SIZES = {"num_kv_heads": 6}
 SHARDED = [
-    "llama",
-    "llama-tied-biased",
-    "qwen2",
-    "qwen3",
-    "gemma2-caps",
-    "phi3",
-    "qwen3-moe",
-    "gpt-oss",
-    "mixtral",
-    "qwen2-moe",
-    "granite",
-    "smollm3",
-    "glm",
-    "glm4",
-    "stablelm",
-    "cohere-plus",
-    "starcoder2",
-    "falcon-7b",
-    "falcon-40b",
-    "falcon-all-heads",
-    "gpt2",
-]
+    "llama", "llama-tied-biased", "qwen2", "qwen3", "gemma2-caps", "phi3", "qwen3-moe", "gpt-oss",
+    "mixtral", "qwen2-moe", "granite", "smollm3", "glm", "glm4", "stablelm", "cohere-plus",
+    "starcoder2", "falcon-7b", "falcon-40b", "falcon-all-heads", "gpt2",
+]  # fmt: skip
 
 
 class Threads:
