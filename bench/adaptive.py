@@ -147,7 +147,7 @@ def run_phases(
                     said[name] = [output.token_ids for output in result.outputs]
                     switches = turns.snapshot()["switches"]
                     place = {"phase": phase, "policy": name, "group": number}
-                    run.sample(**place, **result.raw(), switches=switches, ran=turns.steps)
+                    run.sample(**place, **result.raw, switches=switches, ran=turns.steps)
                 first = names[0]
                 for name in names:
                     if said[name] != said[first]:

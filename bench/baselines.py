@@ -1,7 +1,6 @@
-"""Baselines that adaptive lengths are compared with: a confidence threshold, and SpecInfer.
+"""A baseline that adaptive lengths are compared with: a confidence threshold.
 
-An engine takes them as ``--adaptive bench.baselines:ThresholdPolicy`` and
-``bench.baselines:SpecInfer``.
+An engine takes it as ``--adaptive bench.baselines:ThresholdPolicy``.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from overlap_spec.speculation.adaspec import Confidences
 from overlap_spec.speculation.policy import (
     LAUNCH,
     LengthPolicy,
-    StaticPolicy,
     StepOutcome,
     StepView,
     slot_snapshot,
@@ -28,18 +26,8 @@ from overlap_spec.tiers import Budget, DraftStop, Tier
 THRESHOLD = 0.4
 # The longest draft, as AdaSpec's paper (SoCC 2025, figure 13) has it of this baseline.
 THRESHOLD_STEPS = 8
-# SpecInfer's depth (ASPLOS 2024), at width 1: all of a chain is verified, whatever it costs.
-SPECINFER_STEPS = 8
 # Probabilities that the threshold's curve tells apart.
 BINS = 1000
-
-
-class SpecInfer(StaticPolicy):
-    """A chain of :data:`SPECINFER_STEPS`, always."""
-
-    def __init__(self, launch: Tier) -> None:  # noqa: ARG002
-        super().__init__(static_tier(SPECINFER_STEPS, 1, None), "specinfer")
-        self.ignores = LAUNCH
 
 
 class ThresholdPolicy(LengthPolicy):

@@ -3,7 +3,7 @@
 A benchmark takes ``--quick``, ``--json PATH`` and ``--seed``, shows its progress and tables, and
 ends with one JSON line on standard output, the record. ``--json`` writes the record to PATH, and
 every raw sample as a line of JSON beside it as it comes (``out.json`` → ``out.samples.jsonl``).
-Every figure of a record is made from its samples by :func:`spread` or :func:`paired`.
+A record's own fields are made of its samples alone, by the benchmark's ``summary``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import report
-from overlap_spec.errors import OverlapSpecError
+from overlap_spec.errors import ConfigError, OverlapSpecError
 from overlap_spec.load.figures import mean as mean
 from overlap_spec.load.figures import median as median
 from overlap_spec.load.figures import paired as paired
@@ -79,6 +79,19 @@ def sizes(text: str) -> list[int]:
         return [positive(size) for size in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be numbers with commas between: {text}") from None
+
+
+def read_jsonl(path: Path, make: Callable[[Any], T], flag: str = "--data") -> list[T]:
+    """``make`` of each line of a ``.jsonl`` file.
+
+    Raises:
+        ConfigError: the file, which ``flag`` named, cannot be read as such rows.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [make(json.loads(line)) for line in lines if line.strip()]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{flag} {path.name} has no such rows: {error!r}") from None
 
 
 class Run:

@@ -1,44 +1,44 @@
 """Every drafter on the same requests, beside plain decoding: what is accepted, and what it costs.
 
 ``python -m bench.drafters [--model DIR --draft DIR | --model NAME] [--gsm8k FILE] [--spec-bench
-FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--modes MODE …] [--batch N] [--threads N]
-[--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
-(``overlap_spec.config.drafter_names``).
+FILE] [--checkpoint DRAFTER=DIR …] [--only DRAFTER …] [--over DRAFTER] [--by-hand SETTINGS …]
+[--batch N] [--threads N] [--quick] [--json PATH] [--seed S]`` runs each drafter that has a file
+(``overlap_spec.config.drafter_names``); ``--only`` takes several in a row, too
+(``suffix,eagle3``). ``--over DRAFTER`` has that one in the place of plain decoding: a row over its
+better member is the lesser ratio of two runs.
 
 Requests: JSON extraction, each under its own schema; extraction under one schema, where values come
 again; GSM8K questions and the first turns of Spec-Bench, from the files given (without one they are
 skipped, which the record says); and a document that repeats itself, to be said again. Each drafter
 is measured in the rows of :data:`ROWS`: as a chain and as a tree, greedy, and as a chain with
-sampling at temperature 1. Any other engine setting becomes a row by one more line there.
-``--modes`` adds the greedy rows under each of these
-overlap modes; the rows without one have what the engine chooses.
+sampling at temperature 1. Each ``--by-hand NAME=VALUE,…`` (``adaptive=auto``, ``overlap=none``)
+adds the greedy rows with these engine settings.
 
 Drafter and plain decoding take turns, workload by workload, and the one that begins changes with
 every repetition; ratios are of such pairs. A pass goes first that is not counted. Lengths are
-static, nothing depends on a clock, and prompts are not cached.
+static where nothing else is said, nothing depends on a clock, and prompts are not cached.
 
-A drafter takes its checkpoint from ``--checkpoint``; else ``eagle3`` has the model's head, and
-``draft_model``, at a named size, the embedded target with that size's vocabulary: since the target
-is the same function, its acceptance bounds that of any other. One that cannot be built with what is
-there is skipped, with the reason.
+A drafter, or the last of a row, takes its checkpoint from ``--checkpoint``; else ``eagle3`` has the
+model's head, and ``draft_model``, at a named size, the embedded target with that size's vocabulary:
+since the target is the same function, its acceptance bounds that of any other. One that cannot be
+built with what is there is skipped, with the reason.
 
 Fields of the last line, beside those of every record (``bench.common``):
     models: Model → ``dtype``; ``rows``: row → drafter → workload → figures; ``skipped``: drafter →
         why. The figures: ``accept_length``; ``by_position`` (share of verifies whose first, second
         … draft was accepted, with all before it); ``draft_ms``, ``extend_ms`` and ``verify_ms`` a
-        step; ``tokens_per_second``; ``ratio`` (over plain decoding, pair by pair); ``same_text``
-        (share of passes whose tokens are those of plain decoding).
+        step; ``tokens_per_second``; ``ratio`` (over plain decoding or ``--over``, pair by pair);
+        ``same_text`` (share of passes whose tokens are that one's).
     missing: Workload → why.
-    batch, threads.
+    over, batch, threads.
 
 All of them but ``dtype`` and the reasons are made of the raw lines, by :func:`summary`. Where a row
-says something else than plain decoding in float32, the exit status is 1.
+says something else than what it is over in float32, the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,19 +49,19 @@ from typing import Any
 import torch
 
 from bench.backends.engine import busy_ms
-from bench.common import ROOT, Run, command, fail, flags, paired, positive
+from bench.common import ROOT, Run, command, fail, flags, paired, positive, read_jsonl
 from bench.measure import GREEDY, measure
 from bench.padded import PRESETS
-from bench.targets import add_model_flags, model_settings, padded_target, work_folder
+from bench.targets import add_model_flags, by_hand, model_settings, padded_target, work_folder
 from bench.workloads import CITIES, NAMES, Ask
 from examples.embedded_model.data import held_out_cases
-from overlap_spec.config import OVERLAP_MODES, EngineConfig, drafter_names
+from overlap_spec.config import EngineConfig, drafter_names
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.worker.site import pick_device, pick_dtype
 
-PLAIN = "plain"
+BASE = "base"
 EMBEDDED_NAME = "embedded"
 SETTINGS: dict[str, Any] = {
     "adaptive": "static",
@@ -102,13 +102,13 @@ ROWS: dict[str, Row] = {
 }
 
 
-def rows_of(modes: Sequence[str] = ()) -> dict[str, Row]:
-    """:data:`ROWS`, and those of overlap ``modes``."""
+def rows_of(settings: Sequence[str] = ()) -> dict[str, Row]:
+    """:data:`ROWS`, and those of ``settings`` by hand."""
     shapes = {"chain of 5": CHAIN, "tree of 16": TREE}
     return ROWS | {
-        f"greedy, {shape}, {mode}": Row(settings | {"overlap": mode}, GREEDY)
-        for shape, settings in shapes.items()
-        for mode in modes
+        f"greedy, {shape}, {text}": Row(own | by_hand(text), GREEDY)
+        for shape, own in shapes.items()
+        for text in settings
     }
 
 
@@ -145,19 +145,15 @@ def workloads(
     schema = Grammar.json_schema(VISIT)
     work["repeated schema"] = [Ask(visit(n), schema, size.tokens) for n in range(size.requests)]
     missing = {}
-    files: dict[str, tuple[Path | None, str, Callable[[Any], Any]]] = {
-        "GSM8K": (options.gsm8k, "--gsm8k", lambda row: row["question"]),
-        "Spec-Bench": (options.spec_bench, "--spec-bench", lambda row: row["turns"][0]),
+    files: dict[str, tuple[Path | None, str, Callable[[Any], str]]] = {
+        "GSM8K": (options.gsm8k, "--gsm8k", lambda row: str(row["question"])),
+        "Spec-Bench": (options.spec_bench, "--spec-bench", lambda row: str(row["turns"][0])),
     }
     for name, (path, flag, text) in files.items():
         if path is None:
             missing[name] = f"no file given: {flag}"
             continue
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-            questions = [str(text(json.loads(line))) for line in lines if line.strip()]
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"{flag} {path.name} holds no such questions: {error!r}") from None
+        questions = read_jsonl(path, text, flag)
         # Spread over the file, whose rows are in order of their kind.
         step = max(1, len(questions) // size.requests)
         chosen = questions[::step][: size.requests]
@@ -202,6 +198,14 @@ def checkpoints(options: argparse.Namespace, weights: dict[str, str]) -> dict[st
     return found
 
 
+def drafters_of(text: str) -> str:
+    """The type of a flag that names a drafter, or several in a row."""
+    known = ("none", *drafter_names())
+    if unknown := set(text.split(",")) - set(known):
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: must be of {', '.join(known)}")
+    return text
+
+
 def passed(
     engine: Engine, asks: Sequence[Ask], sampling: Mapping[str, Any], salt: str
 ) -> dict[str, Any]:
@@ -211,52 +215,50 @@ def passed(
     busy = busy_ms(engine, start_ns)
     histograms = [output.stats.accept_histogram for output in result.outputs]
     return {
-        "seconds": result.seconds,
-        "steps": result.steps,
-        "output_tokens": result.output_tokens,
-        "verifies": result.verifies,
-        "verified_tokens": result.verified_tokens,
+        **result.raw,
         "histogram": [sum(column) for column in zip_longest(*histograms, fillvalue=0)],
         "draft_ms": busy.get("compute: draft", 0.0) + busy.get("host: propose", 0.0),
         "extend_ms": busy.get("compute: extend", 0.0),
         "verify_ms": busy.get("compute: verify", 0.0),
-        "output_sha256": result.sha256,
     }
 
 
 def run_model(
     run: Run, name: str, weights: dict[str, str], work: dict[str, list[Ask]], repetitions: int
 ) -> dict[str, str]:
-    """Every drafter at one size, in every row, beside plain decoding; those skipped, and why."""
+    """Every drafter at one size, in every row, beside what it is over; those skipped, and why."""
     options = run.options
     common = {**SETTINGS, "max_running_requests": options.batch}
     target = {key: value for key, value in weights.items() if key != "draft"}
     folders, skipped = checkpoints(options, weights), dict[str, str]()
-    names = [drafter for drafter in drafter_names() if drafter in (options.only or drafter_names())]
-    rows = rows_of(options.modes)
-    with (
-        run.progress() as progress,
-        Engine(**target, **common, algorithm="none") as plain,
-    ):
+    names, rows = options.only or drafter_names(), rows_of(options.by_hand)
+
+    def engine_of(drafter: str, how: Row) -> Engine:
+        folder = folders.get(drafter.rpartition(",")[2])
+        draft = {} if folder is None else {"draft": folder}
+        return Engine(**{**target, **draft, **common, **how.engine, **LEARNING}, algorithm=drafter)
+
+    with run.progress() as progress:
         bar = progress.add_task(name, total=len(names) * len(rows) * len(work) * repetitions)
-        for drafter in names:
-            draft = {"draft": folders[drafter]} if drafter in folders else {}
-            for row, how in rows.items():
-                progress.update(bar, description=f"{name}, {drafter}, {row}")
-                try:
-                    settings = {**draft, **how.engine, **LEARNING}
-                    engine = Engine(**target, **common, **settings, algorithm=drafter)
-                except (ConfigError, CheckpointError) as error:
-                    # A record that is kept tells no folders of the machine that made it.
-                    skipped[drafter] = str(error).replace(f"{ROOT}/", "")
-                    break
-                with engine:
-                    sides = {PLAIN: plain, drafter: engine}
-                    for workload, repetition, taken in turns(sides, work, how, repetitions):
-                        for side, raw in taken.items():
-                            run.sample(model=name, row=row, drafter=drafter, side=side,
-                                       workload=workload, repetition=repetition, **raw)  # fmt: skip
-                        progress.advance(bar)
+        for row, how in rows.items():
+            with engine_of(options.over, how) as base:
+                for drafter in names:
+                    progress.update(bar, description=f"{name}, {drafter}, {row}")
+                    try:
+                        engine = engine_of(drafter, how)
+                    except (ConfigError, CheckpointError) as error:
+                        # A record that is kept tells no folders of the machine that made it.
+                        skipped[drafter] = str(error).replace(f"{ROOT}/", "")
+                        continue
+                    with engine:
+                        sides = {BASE: base, drafter: engine}
+                        for workload, repetition, taken in turns(sides, work, how, repetitions):
+                            where = {"row": row, "drafter": drafter, "workload": workload}
+                            for side, raw in taken.items():
+                                run.sample(
+                                    model=name, **where, side=side, repetition=repetition, **raw
+                                )
+                            progress.advance(bar)
     return skipped
 
 
@@ -294,16 +296,16 @@ def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def figures(samples: Sequence[dict[str, Any]], drafter: str) -> dict[str, Any]:
-    """Figures of one drafter's passes over a workload, and of the plain ones beside them."""
+    """Figures of one drafter's passes over a workload, and of those beside them."""
     ordered = sorted(samples, key=lambda sample: int(sample["repetition"]))
-    plain = [sample for sample in ordered if sample["side"] == PLAIN]
+    others = [sample for sample in ordered if sample["side"] == BASE]
     own = [sample for sample in ordered if sample["side"] == drafter]
     verifies, steps = sum(s["verifies"] for s in own), sum(s["steps"] for s in own)
     columns = zip_longest(*(s["histogram"] for s in own), fillvalue=0)
     histogram = [sum(column) for column in columns]
     rates = [s["output_tokens"] / s["seconds"] for s in own]
-    base = [s["output_tokens"] / s["seconds"] for s in plain]
-    same = [a["output_sha256"] == b["output_sha256"] for a, b in zip(own, plain, strict=True)]
+    base = [s["output_tokens"] / s["seconds"] for s in others]
+    same = [a["output_sha256"] == b["output_sha256"] for a, b in zip(own, others, strict=True)]
     return {
         "accept_length": sum(s["verified_tokens"] for s in own) / verifies if verifies else None,
         "by_position": [sum(histogram[at:]) / verifies for at in range(1, len(histogram))],
@@ -317,7 +319,7 @@ def figures(samples: Sequence[dict[str, Any]], drafter: str) -> dict[str, Any]:
 def faults(models: dict[str, Any]) -> list[str]:
     """Rows that did not keep the text, in float32, in words."""
     return [
-        f"{model}, {row}, {drafter}, {workload}: text is not that of plain decoding"
+        f"{model}, {row}, {drafter}, {workload}: text is not that of what it is over"
         for model, entry in models.items()
         for row, by_drafter in entry["rows"].items()
         for drafter, by_workload in by_drafter.items()
@@ -333,9 +335,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--gsm8k", type=Path, help="GSM8K questions, .jsonl")
     parser.add_argument("--spec-bench", type=Path, help="Spec-Bench questions, .jsonl")
     parser.add_argument("--checkpoint", action="append", metavar="DRAFTER=DIR", help="a drafter's")
-    parser.add_argument("--only", nargs="+", choices=drafter_names(), help="these drafters alone")
+    parser.add_argument("--only", nargs="+", type=drafters_of, help="these, or rows, alone")
+    parser.add_argument("--over", type=drafters_of, default="none", help="in place of plain")
     parser.add_argument(
-        "--modes", nargs="+", choices=OVERLAP_MODES, default=(), help="also in these"
+        "--by-hand", action="append", default=[], metavar="NAME=VALUE,…", help="more rows"
     )
     parser.add_argument("--batch", type=positive, default=1, help="requests at once (default 1)")
     parser.add_argument("--threads", type=positive, default=1, help="of a pass (default 1)")
@@ -357,7 +360,7 @@ def main(arguments: Sequence[str] | None) -> None:
     dtype = str(pick_dtype(config, pick_device(config.device))).removeprefix("torch.")
     rows = summary(run.samples).get(name, {})
     models = {name: {"dtype": dtype, "skipped": skipped, "rows": rows}}
-    given = {"batch": options.batch, "threads": options.threads}
+    given = {"over": options.over, "batch": options.batch, "threads": options.threads}
     run.finish(size.repetitions, models=models, missing=missing, **given)
     if wrong := faults(models):
         fail("; ".join(wrong))

@@ -1,12 +1,11 @@
 """What the embedded model can do: answers under a grammar by kind, and the head's accept length.
 
-``python -m bench.embedded [--cases N] [--data GSM8K.jsonl] [--algorithm NAME]`` runs
-cases through the engine, greedily, with fillers that training never saw: extractions and tool calls
-in phrasings of the training families, in held-out ones and in such as were written when training
-had ended, extractions of texts made by grammar, and questions about a text; and a hundred sentences
-in ten domains that were written by hand (``bench/data/open.jsonl``). Exact: the parsed object is
-the answer; fields: share of top-level fields that are. Accept length: tokens a verify emitted, over
-verifies.
+``python -m bench.embedded [--cases N] [--data GSM8K.jsonl]`` runs cases through the engine,
+greedily, with fillers that training never saw: extractions and tool calls in phrasings of the
+training families, in held-out ones and in such as were written when training had ended, extractions
+of texts made by grammar, and questions about a text; and a hundred sentences in ten domains that
+were written by hand (``bench/data/open.jsonl``). Exact: the parsed object is the answer; fields:
+share of top-level fields that are. Accept length: tokens a verify emitted, over verifies.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bench.common import Run, command, flags
+from bench.common import Run, command, flags, read_jsonl
+from bench.gsm8k import OWN_QUESTIONS, read_rows
 from bench.targets import add_model_flags, model_settings
 from examples.embedded_model.cases import Case, object_schema
 from examples.embedded_model.data import CaseKind, held_out_cases, held_out_choices, prompt_text
@@ -33,25 +33,17 @@ KINDS: dict[str, tuple[CaseKind | Literal["open"], ...]] = {
 }
 OPEN = Path(__file__).parent / "data" / "open.jsonl"
 JSON_TYPES = {str: "string", int: "integer", float: "number"}
-SAMPLE_QUESTIONS = [
-    "Tom has 3 boxes with 12 pencils each. He gives 10 away. How many pencils are left?",
-    "A ticket costs $8. How much do 7 tickets cost?",
-]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=400)
 
 
 def open_cases() -> list[Case]:
     """The sentences of ``open.jsonl``: each alone is the prompt, its answer's types the schema."""
-    rows = [json.loads(line) for line in OPEN.read_text("utf-8").splitlines()]
-    return [
-        Case(
-            row["prompt"],
-            object_schema({k: {"type": JSON_TYPES[type(v)]} for k, v in row["answer"].items()}),
-            row["answer"],
-            f"open:{row['domain']}",
-        )
-        for row in rows
-    ]
+
+    def case(row: dict[str, Any]) -> Case:
+        types = {name: {"type": JSON_TYPES[type(v)]} for name, v in row["answer"].items()}
+        return Case(row["prompt"], object_schema(types), row["answer"], f"open:{row['domain']}")
+
+    return read_jsonl(OPEN, case)
 
 
 def accept_length(outputs: Sequence[Output]) -> float:
@@ -74,13 +66,6 @@ def score(cases: Sequence[Case], outputs: Sequence[Output]) -> dict[str, Any]:
         "exact": exact / len(cases),
         "fields": fields / total,
     }
-
-
-def questions(path: Path | None, count: int) -> list[str]:
-    """GSM8K questions, or the benchmark's own where there is no file."""
-    if path is None or not path.exists():
-        return SAMPLE_QUESTIONS
-    return [json.loads(line)["question"] for line in path.read_text().splitlines()[:count]]
 
 
 def prompt_of(engine: Engine, case: Case) -> str | list[int]:
@@ -143,16 +128,13 @@ def main(arguments: Sequence[str] | None) -> None:
     """Run all and print one record."""
     parser = flags("embedded", "accuracy and accept length of the embedded model")
     parser.add_argument("--cases", type=int, default=300, help="of each kind (default 300)")
-    parser.add_argument("--data", type=Path, help="GSM8K test split, .jsonl")
+    parser.add_argument("--data", type=Path, default=OWN_QUESTIONS, help="GSM8K rows, .jsonl")
     add_model_flags(parser)
-    parser.add_argument("--algorithm", help="drafter, such as draft_model (default eagle3)")
     options = parser.parse_args(arguments)
     run = Run("embedded", options, arguments)
     count = 40 if options.quick else options.cases
-    asked = questions(options.data, 16 if options.quick else 64)
+    asked = [row.question for row in read_rows(options.data)[: 16 if options.quick else 64]]
     weights = model_settings(options)
-    if options.algorithm is not None:
-        weights["algorithm"] = options.algorithm
     results: dict[str, Any] = {}
     with run.progress() as progress:
         total = sum(len(kinds) + 1 for kinds in KINDS.values()) + 2

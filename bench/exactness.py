@@ -1,10 +1,10 @@
 """What of the JSON Schema Test Suite the grammar holds, through the masks that the engine uses.
 
-``python -m bench.exactness --data json_schema_test_suite [--draft 2020-12 …] [--backend NAME]
-[--quick] [--json PATH]`` compiles each schema of the suite's folders (the required
-files, those under ``optional`` and those under ``optional/format``, apart), and feeds its instances
-token by token as compact JSON. In the required files, where the suite asks that ``format`` be an
-annotation, it is one (``formats="annotation"``); in the others it is held.
+``python -m bench.exactness --data json_schema_test_suite [--backend NAME] [--quick] [--json PATH]``
+compiles each schema of the suite's folders (the required files, those under ``optional`` and those
+under ``optional/format``, apart), and feeds its instances token by token as compact JSON. In the
+required files, where the suite asks that ``format`` be an annotation, it is one
+(``formats="annotation"``); in the others it is held.
 
 A grammar fixes the order of members and one way to write a number. So a valid instance is right
 where one of the texts that are equal to it is let through, an invalid one where none of them is.
@@ -109,8 +109,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
     parser = flags("exactness", "what of the JSON Schema Test Suite is held")
     parser.add_argument("--data", type=Path, required=True, help="the suite's folder")
-    parser.add_argument("--draft", choices=DRAFTS, nargs="+", default=DRAFTS)
-    parser.add_argument("--part", choices=tuple(PARTS), nargs="+", default=tuple(PARTS))
     parser.add_argument("--backend", default="auto", help="grammar backend (default auto)")
     options = parser.parse_args(arguments)
     if not options.data.is_dir():
@@ -120,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
     counts: dict[str, dict[str, int]] = {}
     backend = load(options.backend)(chosen.vocabulary)
     with GrammarCompiler(backend, cache_bytes=0, isolated=False) as compiler:
-        for draft, part in itertools.product(options.draft, options.part):
+        for draft, part in itertools.product(DRAFTS, PARTS):
             suite = list(entries(options.data, draft, part))
             if options.quick:
                 suite = suite[:: max(1, len(suite) // QUICK)]

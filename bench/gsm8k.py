@@ -1,13 +1,13 @@
 """GSM8K, few-shot: accuracy, latency and throughput, with overlap and without it in one run.
 
-``python -m bench.gsm8k [--data FILE] [--num-shots 8] [--num-questions N] [--parallel P] [--overlap
-MODE] [--model DIR --draft DIR] [--quick] [--json PATH] [--seed S]`` asks the first N questions of
-the file, each after the file's first rows as shots, as plain text, greedy.
+``python -m bench.gsm8k [--data FILE] [--num-shots 8] [--num-questions N] [--parallel P] [--model
+DIR --draft DIR] [--quick] [--json PATH] [--seed S]`` asks the first N questions of the file, each
+after the file's first rows as shots, as plain text, greedy.
 So do SGLang's and other GSM8K benchmarks; as there, a question may stand among its own shots, and
 ``accuracy_unseen`` leaves those out. The default file is a small one of our own.
 
-The engine with ``--overlap`` and the one without (``none``), at one static draft length, take
-turns, chunk by chunk of questions, and the side that begins changes with every chunk. The exit
+The engine with overlap (``once-sync``) and the one without (``none``), at one static draft length,
+take turns, chunk by chunk of questions, and the side that begins changes with every chunk. The exit
 status is 1 where an answer or an accept length differs between them.
 
 An answer is the last number of the text; where there is none, it is invalid.
@@ -18,15 +18,11 @@ Fields of the last line, beside those of every record (``bench.common``):
     ratio: Side → spread of its tokens per second over those of ``none``, chunk by chunk.
     equal: Share of questions with the same text on all sides.
     shots, parallel, questions.
-
-All of them are made of the raw lines: ``bench.gsm8k.summary([json.loads(line) for line in
-open("out.samples.jsonl")])``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -38,9 +34,8 @@ import torch
 
 from bench.backends.base import Batch, Task, figures, rate
 from bench.backends.engine import EngineSystem
-from bench.common import ROOT, Run, command, fail, flags, paired, positive
+from bench.common import ROOT, Run, command, fail, flags, paired, positive, read_jsonl
 from bench.targets import add_model_flags, model_settings
-from overlap_spec.config import OVERLAP_MODES
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 
@@ -63,17 +58,8 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows ``{"question", "answer"}`` of a ``.jsonl`` file.
-
-    Raises:
-        ConfigError: the file cannot be read as such rows.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        data = [json.loads(line) for line in lines if line.strip()]
-        return [Row(str(row["question"]), str(row["answer"])) for row in data]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--data {path}: no rows of question and answer: {error!r}") from None
+    """Rows ``{"question", "answer"}`` of a file, errors as for :func:`bench.common.read_jsonl`."""
+    return read_jsonl(path, lambda row: Row(str(row["question"]), str(row["answer"])))
 
 
 def last_number(text: str) -> float | None:
@@ -98,7 +84,7 @@ def make_tasks(rows: Sequence[Row], count: int, options: argparse.Namespace) -> 
 def open_engines(
     stack: ExitStack, options: argparse.Namespace, weights: dict[str, str]
 ) -> dict[str, EngineSystem]:
-    """The engine with overlap and the one without; a single one for ``--overlap none``."""
+    """The engine with overlap and the one without."""
     settings: dict[str, Any] = {
         "adaptive": "static",
         "num_steps": 5,
@@ -106,7 +92,7 @@ def open_engines(
         "mask_deadline_ms": None,
     }
     sides = {}
-    for mode in dict.fromkeys((options.overlap, "none")):
+    for mode in ("once-sync", "none"):
         engine = stack.enter_context(Engine(overlap=mode, **settings, **weights))
         sides[mode] = EngineSystem(engine, f"overlap {mode}, chain or tree of static length")
     return sides
@@ -138,8 +124,7 @@ def ask_all(
                     reply["label"] = last_number(rows[number].answer)
                     reply["shot"] = number < options.num_shots
                 run.sample(side=name, chunk=chunk, **raw)
-            if len(done) > 1:
-                yield from differences(done, start)
+            yield from differences(done, start)
 
 
 def differences(done: dict[str, Batch], start: int) -> Iterator[str]:
@@ -156,9 +141,7 @@ def differences(done: dict[str, Batch], start: int) -> Iterator[str]:
 
 def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The record's own fields, made of the samples."""
-    sides = dict.fromkeys(sample["side"] for sample in samples)
-    # The side without overlap is what the other is compared with.
-    names = [name for name in sides if name != "none"] + ["none"]
+    names = ("once-sync", "none")
     by_side = {
         name: sorted((s for s in samples if s["side"] == name), key=lambda s: s["chunk"])
         for name in names
@@ -195,7 +178,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-questions", type=positive, help="all, or 16 with --quick")
     parser.add_argument("--parallel", type=positive, help="requests at once; 64, or 4 with --quick")
     parser.add_argument("--max-new-tokens", type=positive, help="512, or 96 with --quick")
-    parser.add_argument("--overlap", default="once-sync", choices=OVERLAP_MODES)
     add_model_flags(parser)
     options = parser.parse_args(arguments)
     quick = {"num_shots": 4, "num_questions": 16, "parallel": 4, "max_new_tokens": 96}

@@ -1,12 +1,12 @@
 """JSON under schemas: how much of it is valid, what the constraint costs, by grammar backend.
 
-``python -m bench.json_schema [--data FILE] [--backend NAME …] [--rows N] [--parallel P] [--overlap
-MODE] [--model DIR --draft DIR] [--quick] [--json PATH] [--seed S]`` draws rows of the file
-(``{"id", "schema", "tests"}``; JSONSchemaBench's form; by default our own), asks for each row's
-valid instance in words, and lets every backend answer under the row's schema, and without it, chunk
-by chunk in turn: the backend that begins changes with every chunk. Rows that a backend refuses are
-counted; what is compared are the rows that all of them take. Every output is checked with
-``jsonschema``; the exit status is 1 where one that ended by itself under its grammar is not valid.
+``python -m bench.json_schema [--data FILE] [--backend NAME …] [--rows N] [--parallel P] [--model
+DIR --draft DIR] [--quick] [--json PATH] [--seed S]`` draws rows of the file (``{"id", "schema",
+"tests"}``; JSONSchemaBench's form; by default our own), asks for each row's valid instance in
+words, and lets every backend answer under the row's schema, and without it, chunk by chunk in turn:
+the backend that begins changes with every chunk. Rows that a backend refuses are counted; what is
+compared are the rows that all of them take. Every output is checked with ``jsonschema``; the exit
+status is 1 where one that ended by itself under its grammar is not valid.
 
 Fields of the last line, beside those of every record (``bench.common``):
     backends: Backend → ``taken``, ``refused``, ``compile_ms`` (percentiles, cold; with
@@ -20,10 +20,7 @@ Fields of the last line, beside those of every record (``bench.common``):
         masks), ``exposed_ms_per_step``, ``hidden_fraction``.
     equal: Share of rows with the same constrained text on all backends.
     refusals: Backend → row → why.
-    rows, compared, parallel, overlap.
-
-All of them are made of the raw lines: ``bench.json_schema.summary([json.loads(line) for line in
-open("out.samples.jsonl")])``.
+    rows, compared, parallel.
 """
 
 from __future__ import annotations
@@ -45,7 +42,6 @@ from bench.backends.engine import EngineSystem, takes
 from bench.common import Run, command, fail, flags, mean, paired, positive
 from bench.targets import add_model_flags, model_settings
 from bench.workloads import OWN_SCHEMAS, Sample, json_asks, read_samples
-from overlap_spec.config import OVERLAP_MODES
 from overlap_spec.engine import Engine
 from overlap_spec.errors import ConfigError
 
@@ -79,7 +75,7 @@ def open_engines(
     settings: dict[str, Any] = {
         "adaptive": "static",
         "additional_properties": "schema",
-        "overlap": options.overlap,
+        "overlap": "once-sync",
         "max_running_requests": options.parallel,
         "mask_deadline_ms": None,
         # A prompt must cost the same with a grammar and without one.
@@ -137,9 +133,7 @@ def ask_all(systems: dict[str, EngineSystem], samples: Sequence[Sample], run: Ru
                     for sample, reply in zip(samples[start:], raw["replies"], strict=False):
                         reply["row"] = sample.id
                         reply["valid"] = is_valid(reply["text"], sample.schema)
-                        keys = keys_of(reply["text"])
-                        reply["object"] = keys is not None
-                        reply["exact_keys"] = keys == sorted(sample.instance)
+                        reply["exact_keys"] = keys_of(reply["text"]) == sorted(sample.instance)
                     run.sample(kind="answers", **key, **raw)
 
 
@@ -191,7 +185,6 @@ def _figures(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "step_ms": 1e3 * sum(b["seconds"] for b in batches) / sum(b["steps"] for b in batches),
         "valid_share": sum(r["valid"] for r in ended) / len(ended) if ended else None,
         "valid_of_all": sum(r["valid"] for r in replies) / len(replies),
-        "objects": sum(r["object"] for r in replies) / len(replies),
         "exact_keys": sum(r["exact_keys"] for r in replies) / len(replies),
     }
 
@@ -232,7 +225,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=positive, help="rows that are drawn; 64, or 8 with --quick")
     parser.add_argument("--parallel", type=positive, default=4, help="requests at once (default 4)")
     parser.add_argument("--max-tokens", type=positive, help="256, or 96 with --quick")
-    parser.add_argument("--overlap", default="once-sync", choices=OVERLAP_MODES)
     add_model_flags(parser)
     options = parser.parse_args(arguments)
     options.rows = options.rows or (8 if options.quick else 64)
@@ -263,7 +255,6 @@ def main(arguments: Sequence[str] | None) -> None:
         rows=len(samples),
         compared=len(chosen),
         parallel=options.parallel,
-        overlap=options.overlap,
         data=options.data.name,
     )
     if wrong := faults(record):

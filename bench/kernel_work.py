@@ -112,20 +112,14 @@ def _elementwise(d: Draw, batch: int) -> Iterator[Work]:
     yield Work(f"rms_norm/{rows}", kernels.rms_norm, norm, 2 * x, config="rms_norm")
     yield Work(f"add_rms_norm/{rows}", kernels.add_rms_norm, add_norm, 4 * x, config="rms_norm")
     yield Work(f"apply_rope/{rows}", kernels.apply_rope, turn, 2 * qk + rope, config="rope")
-    yield Work(
-        f"silu_and_mul/{rows}",
-        kernels.silu_and_mul,
-        lambda: (d.normal(rows, 2 * INTERMEDIATE),),
-        3 * rows * INTERMEDIATE * item,
-        config="silu_and_mul",
-    )
-    yield Work(
-        f"gelu_and_mul/{rows}",
-        kernels.gelu_and_mul,
-        lambda: (d.normal(rows, 2 * INTERMEDIATE),),
-        3 * rows * INTERMEDIATE * item,
-        config="silu_and_mul",
-    )
+    for gate in (kernels.silu_and_mul, kernels.gelu_and_mul):
+        yield Work(
+            f"{gate.__name__}/{rows}",
+            gate,
+            lambda: (d.normal(rows, 2 * INTERMEDIATE),),
+            3 * rows * INTERMEDIATE * item,
+            config="silu_and_mul",
+        )
 
 
 def _cache(d: Draw, batch: int) -> Iterator[Work]:

@@ -14,8 +14,8 @@ Each schema lands in exactly one class: ``clean`` (at least one instance, all ri
 Fields of the last line, beside those of every record (``bench.common``): ``counts``, ``schemas``,
 ``backend``, ``vocabulary``, ``ttfm_ms`` (time to first mask: from the grammar's text
 to the first row, compiling and its process included), ``tbm_us`` (time between masks: one accept
-and one fill), both with ``p50``, ``p90``, ``p99``, ``max`` and ``n``, ``routes`` (schemas by the
-backend that took them) and ``failures`` (what happened to each schema that is not clean).
+and one fill), both with ``mean``, ``p50``, ``p90``, ``p99``, ``max`` and ``n``, ``routes`` (schemas
+by the backend that took them) and ``failures`` (what happened to each schema that is not clean).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.common import Run, flags, percentile
+from bench.backends.base import percentiles
+from bench.common import Run, flags
 from bench.masks import VOCABULARY, Order, Tokens, add_flags, entries_of, padded_tokens
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar, GrammarCompiler
@@ -131,14 +132,6 @@ def judge(
             result.name, result.reason = found, reason[:2000]
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90, p99 and the most of a figure; None where there is none."""
-    if not values:
-        return None
-    found = {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
-    return {**found, "max": max(values), "n": len(values)}
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run all and print one record."""
     parser = flags("maskbench", "what share of schemas is held exactly, and how fast masks are")
@@ -168,8 +161,8 @@ def main(arguments: list[str] | None = None) -> None:
         1,
         counts=dict.fromkeys(CLASSES, 0) | Counter(result.name for result in results),
         schemas=len(results),
-        ttfm_ms=percentiles([r.ttfm_ms for r in results if r.ttfm_ms is not None]),
-        tbm_us=percentiles([us for r in results for us in r.tbm_us]),
+        ttfm_ms=percentiles(r.ttfm_ms for r in results),
+        tbm_us=percentiles(us for r in results for us in r.tbm_us),
         backend=options.backend,
         vocabulary=chosen.vocabulary.size,
         routes=dict(Counter(r.route for r in results if r.route)),

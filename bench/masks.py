@@ -9,7 +9,6 @@ for the instance, then required names, then the rest in the instance's order.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from jsonschema.exceptions import ValidationError
 from referencing.exceptions import Unresolvable
 from tokenizers import Tokenizer
 
+from bench.common import read_jsonl
 from bench.padded_tokenizer import pad_tokenizer
 from bench.workloads import OWN_SCHEMAS
 from overlap_spec.config import EMBEDDED
@@ -43,8 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def entries_of(options: argparse.Namespace, quick: int) -> list[dict[str, Any]]:
     """The entries of the file that are asked for: ``quick`` of them with ``--quick``, unless
     ``--limit`` says."""
-    lines = options.data.read_text(encoding="utf-8").splitlines()
-    entries = [json.loads(line) for line in lines if line]
+    entries: list[dict[str, Any]] = read_jsonl(options.data, dict)
     limit = options.limit or (quick if options.quick else len(entries))
     return entries[:: max(1, len(entries) // limit)][:limit]
 

@@ -7,10 +7,10 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import astuple
+from typing import Any, NamedTuple
 
-from bench.common import mean, percentile
+from bench.common import mean
 from bench.workloads import Ask
 from overlap_spec.engine import Engine
 from overlap_spec.engine.grammar_manager import StepFigures
@@ -20,87 +20,22 @@ from overlap_spec.types import Output
 
 # Cut where their tokens end, as other engines' outputs are.
 GREEDY: dict[str, Any] = {"temperature": 0.0, "complete": False}
+COUNTS = ("output_tokens", "verifies", "verified_tokens", "drafted_tokens")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a workload cost, and its outputs in the order of its requests.
+class Measured(NamedTuple):
+    """Outputs in the order of their requests, and what they cost: one line of raw samples.
 
-    Attributes:
-        seconds: From the first submission to the last output.
-        steps: Steps that were run, prefill included.
-        step_ms: ``seconds`` over steps.
-        grammar_ms, exposed_ms: Means over all steps.
-        grammar_share: Grammar time over wall time, from when every request has its first token:
-            prefill, which makes steps long, is left out.
+    ``raw`` has ``seconds`` (from the first submission to the last output), ``steps`` (prefill
+    included) and ``step_ms``; ``tpot_ms``, over the requests that have more than a token, and
+    ``ttft_ms`` of each; sums of the outputs' counts, ``accept_length`` and ``output_sha256`` (of
+    token ids and finish reasons); ``grammar_ms`` and ``exposed_ms``, means over all steps,
+    ``hidden_fraction``, and ``grammar_share``: grammar time over wall time from when every request
+    has its first token, so that prefill, which makes steps long, is left out.
     """
 
-    seconds: float
-    steps: int
-    step_ms: float
-    grammar_ms: float
-    exposed_ms: float
-    hidden_fraction: float | None
-    grammar_share: float
     outputs: tuple[Output, ...]
-
-    @property
-    def tpot_ms(self) -> float:
-        """Mean time per output token after the first, over the requests that have more."""
-        return mean(o.stats.tpot_ms for o in self.outputs if o.stats.output_tokens > 1)
-
-    @property
-    def ttft_ms(self) -> list[float]:
-        """Time to the first token of each request."""
-        return [output.stats.ttft_ms for output in self.outputs]
-
-    @property
-    def verifies(self) -> int:
-        """Trees that were verified, over all requests."""
-        return sum(output.stats.verifies for output in self.outputs)
-
-    @property
-    def verified_tokens(self) -> int:
-        """Tokens that these verifies emitted."""
-        return sum(output.stats.verified_tokens for output in self.outputs)
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens that a verify emitted, over all requests."""
-        return self.verified_tokens / self.verifies if self.verifies else 0.0
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens of all outputs."""
-        return sum(output.stats.output_tokens for output in self.outputs)
-
-    @property
-    def sha256(self) -> str:
-        """Hash of all outputs' token ids and finish reasons."""
-        said = [[list(output.token_ids), output.finish_reason] for output in self.outputs]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
-
-    def raw(self) -> dict[str, Any]:
-        """Everything as plain data: one line of raw samples."""
-        return {
-            "seconds": self.seconds,
-            "steps": self.steps,
-            "step_ms": self.step_ms,
-            "tpot_ms": self.tpot_ms,
-            "ttft_ms": self.ttft_ms,
-            "ttft_p50_ms": percentile(self.ttft_ms, 50),
-            "ttft_p95_ms": percentile(self.ttft_ms, 95),
-            "output_tokens": self.output_tokens,
-            "verifies": self.verifies,
-            "verified_tokens": self.verified_tokens,
-            "drafted_tokens": sum(output.stats.drafted_tokens for output in self.outputs),
-            "accept_length": self.accept_length,
-            "grammar_ms": self.grammar_ms,
-            "exposed_ms": self.exposed_ms,
-            "hidden_fraction": self.hidden_fraction,
-            "grammar_share": self.grammar_share,
-            "output_sha256": self.sha256,
-        }
+    raw: dict[str, Any]
 
 
 def measure(
@@ -139,16 +74,25 @@ def measure(
         if output.error is not None:
             raise RequestFailed(f"request {number} ended with an error: {output.error}")
     whole, decoded = since(engine, before), since(engine, decoding or before)
-    return Measured(
-        seconds=end - start,
-        steps=whole.steps,
-        step_ms=(end - start) * 1e3 / whole.steps,
-        grammar_ms=whole.grammar_ms / whole.steps,
-        exposed_ms=whole.exposed_ms / whole.steps,
-        hidden_fraction=whole.hidden_fraction,
-        grammar_share=decoded.grammar_ms / ((end - decoding_s) * 1e3) if end > decoding_s else 0.0,
-        outputs=outputs,
-    )
+    stats = [output.stats for output in outputs]
+    said = [[list(output.token_ids), output.finish_reason] for output in outputs]
+    tpot_ms = [s.tpot_ms for s in stats if s.output_tokens > 1]
+    sums = {name: sum(getattr(s, name) for s in stats) for name in COUNTS}
+    raw = {
+        "seconds": end - start,
+        "steps": whole.steps,
+        "step_ms": (end - start) * 1e3 / whole.steps,
+        "tpot_ms": mean(tpot_ms) if tpot_ms else None,
+        "ttft_ms": [s.ttft_ms for s in stats],
+        **sums,
+        "accept_length": sums["verified_tokens"] / sums["verifies"] if sums["verifies"] else 0.0,
+        "grammar_ms": whole.grammar_ms / whole.steps,
+        "exposed_ms": whole.exposed_ms / whole.steps,
+        "hidden_fraction": whole.hidden_fraction,
+        "grammar_share": decoded.grammar_ms / ((end - decoding_s) * 1e3) if end > decoding_s else 0,
+        "output_sha256": hashlib.sha256(json.dumps(said).encode()).hexdigest(),
+    }
+    return Measured(outputs, raw)
 
 
 def _has_begun(ticket: RequestHandle) -> bool:

@@ -164,8 +164,8 @@ def measure_all(
                     engine = engines[mode]
                     progress.update(task, description=f"{name}, {mode}")
                     progress.advance(task)
-                    result = measure(engine, asks)
-                    run.sample(workload=name, mode=mode, repetition=repetition, **result.raw())
+                    raw = measure(engine, asks).raw
+                    run.sample(workload=name, mode=mode, repetition=repetition, **raw)
 
 
 def differences(samples: Samples) -> list[str]:

@@ -36,21 +36,19 @@ Fields of the last line, beside those of every record (``bench.common``):
     systems: System → how it is used, and ``compile_ms`` (percentiles).
     missing: System → why.
     dtype, threads, max_tokens.
-
-All of them are made of the raw lines: ``bench.peers.summary([json.loads(line) for line in
-open("out.samples.jsonl")])``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -58,11 +56,11 @@ import torch
 from bench.backends import transformers as hf
 from bench.backends.base import System, Task, figures, percentiles, rate
 from bench.backends.engine import EngineSystem
-from bench.backends.launched import PEERS, Work, open_peers, temporary_folder
+from bench.backends.launched import PEERS, Work, open_peers
 from bench.client import ServerSystem
 from bench.common import Run, command, fail, flags, median, paired, positive, sizes, versions
 from bench.json_schema import is_valid
-from bench.targets import add_model_flags, model_settings
+from bench.targets import add_model_flags, by_hand, model_settings
 from examples.embedded_model.data import held_out_cases
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
@@ -143,7 +141,7 @@ def open_systems(
             parallel=max(options.batches),
             context_tokens=context_tokens,
             threads=options.threads,
-            folder=temporary_folder(stack),
+            folder=Path(stack.enter_context(TemporaryDirectory(prefix="overlap-spec-peers-"))),
         )
 
     peers, absent = open_peers(stack, options.peer, options.without, work)
@@ -153,24 +151,6 @@ def open_systems(
         if name not in given:
             missing[name] = f"no server given: start one, and pass --server {name}=URL"
     return systems, missing, dtype
-
-
-def by_hand(text: str) -> dict[str, Any]:
-    """Engine settings of ``NAME=VALUE,…``; a value is JSON, or else the text itself.
-
-    Raises:
-        ConfigError: no such form.
-    """
-    found = {}
-    for part in text.split(","):
-        name, sign, value = part.strip().partition("=")
-        if not sign or not name:
-            raise ConfigError(f"--by-hand must be NAME=VALUE,…: {text!r}")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
-    return found
 
 
 def named_server(text: str) -> tuple[str, str]:

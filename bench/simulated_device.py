@@ -38,7 +38,7 @@ from unittest.mock import patch
 
 from bench.common import Run, command, fail, flags, median, positive, sizes
 from bench.device_model import DEVICES, Device, Oracle, TablePhases, TableStreams
-from bench.measure import GREEDY, since
+from bench.measure import GREEDY, measure, since
 from bench.overlap import MODES, SETTINGS, accepts
 from bench.targets import padded_target, work_folder
 from bench.workloads import Ask, choose_samples, free_asks, json_asks, read_samples
@@ -144,22 +144,12 @@ def said(asks: Sequence[Ask]) -> dict[tuple[int, ...], list[int]]:
     """What the embedded model answers, by the prompt's tokens, with the token that ends it."""
     backend = SETTINGS["grammar_backend"]
     with Engine(grammar_backend=backend, max_running_requests=16, context_length=1024) as engine:
-        end = min(engine.tokenizer.eos_ids)
-        found = {}
-        tickets = [
-            engine.submit(ask.prompt, ask.grammar, {**GREEDY, "max_tokens": MOST_TOKENS})
-            for ask in asks
-        ]
-        while any(ticket.output is None for ticket in tickets):
-            engine.step()
-        for ticket in tickets:
-            output = ticket.output
-            assert output is not None
+        end, found = min(engine.tokenizer.eos_ids), {}
+        for ask, output in zip(asks, measure(engine, asks).outputs, strict=True):
             ids = list(output.token_ids)
             if output.finish_reason == "stop" and ids[-1:] != [end]:
                 ids.append(end)
-            found[tuple(ticket.request.prompt_ids)] = ids
-        engine.release(tickets)
+            found[prompt_ids(engine, ask)] = ids
     return found
 
 
@@ -168,9 +158,7 @@ def texts_of(asks: Sequence[Ask], engine: Engine, seed: int) -> dict[tuple[int, 
     coins, found = Random(seed), {}
     usual = [n for n in range(256, 2000) if n not in engine.tokenizer.eos_ids]
     for ask in asks:
-        ticket = engine.submit(ask.prompt, None, {**GREEDY, "max_tokens": 1})
-        found[tuple(ticket.request.prompt_ids)] = coins.choices(usual, k=MOST_TOKENS + 1)
-        engine.release([ticket])
+        found[prompt_ids(engine, ask)] = coins.choices(usual, k=MOST_TOKENS + 1)
     return found
 
 
@@ -305,9 +293,7 @@ def measure_all(
 
 def prompt_ids(engine: Engine, ask: Ask) -> tuple[int, ...]:
     """A prompt's tokens, as the engine has them."""
-    ticket = engine.submit(ask.prompt, None, {**GREEDY, "max_tokens": 1})
-    engine.release([ticket])
-    return tuple(ticket.request.prompt_ids)
+    return tuple(engine.input_processor.prompt_ids(ask.prompt))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The checkpoints that benchmarks run on: folders, or the embedded model padded to real sizes.
+"""The checkpoints that benchmarks run on: folders, or the embedded model padded to real sizes; and
+engine settings by hand.
 
 ``--model`` takes a folder or the name of a preset of ``bench.padded``, as in ``--model 0.75b``:
 that is built once, with its draft head, and kept in ``--work``.
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from bench.padded import PRESETS, Sizes, like, pad
 from overlap_spec.config import EMBEDDED
@@ -62,6 +65,24 @@ def model_settings(options: argparse.Namespace) -> dict[str, str]:
     if not Path(model).is_dir():
         raise ConfigError(f"--model {model!r} is no folder, and none of {', '.join(PRESETS)}")
     return {"model": model, "draft": str(draft)}
+
+
+def by_hand(text: str) -> dict[str, Any]:
+    """Engine settings of ``NAME=VALUE,…``; a value is JSON, or else the text itself.
+
+    Raises:
+        ConfigError: no such form.
+    """
+    found = {}
+    for part in text.split(","):
+        name, sign, value = part.strip().partition("=")
+        if not sign or not name:
+            raise ConfigError(f"--by-hand must be NAME=VALUE,…: {text!r}")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
 
 
 def padded_target(work: Path, vocab: int = VOCABULARY) -> tuple[Path, Path]:

@@ -123,11 +123,12 @@ def figures(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Mean and percentiles of the values that there are; None where there is none."""
+    """Mean, percentiles, most and count of the values that there are; None where there is none."""
     found = [value for value in values if value is not None]
     if not found:
         return None
-    return {"mean": mean(found)} | {f"p{p}": percentile(found, p) for p in (50, 90, 99)}
+    middle = {f"p{p}": percentile(found, p) for p in (50, 90, 99)}
+    return {"mean": mean(found), **middle, "max": max(found), "n": len(found)}
 
 
 def rate(batch: dict[str, Any]) -> float:

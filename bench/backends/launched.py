@@ -12,7 +12,6 @@ import os
 import shutil
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -300,11 +299,6 @@ def open_peers(
                 # A checkpoint that is not converted, or a converter that failed.
                 missing[kind] = str(error)
     return systems, missing
-
-
-def temporary_folder(stack: ExitStack) -> Path:
-    """A folder that goes with the run."""
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="overlap-spec-peers-")))
 
 
 def _flags(dashes: str, settings: dict[str, Any]) -> list[str]:

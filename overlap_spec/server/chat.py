@@ -22,14 +22,14 @@ from overlap_spec.server.logprobs import (
 )
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol import (
+    CACHED,
     MOST_ENTRIES,
-    Few,
     Items,
-    Label,
-    Metadata,
     OpenAIBody,
-    ServiceTier,
+    Positive,
     Strict,
+    Top,
+    Unused,
 )
 from overlap_spec.server.service import (
     STREAMS,
@@ -43,9 +43,9 @@ from overlap_spec.server.service import (
     stop_reason,
     usages,
 )
-from overlap_spec.server.task import ChatTask, Effort, ResponseFormat, ToolAsk
+from overlap_spec.server.task import ChatFields, ChatTask, Effort, ResponseFormat, ToolAsk
 from overlap_spec.tokenizer import Tokenizer
-from overlap_spec.types import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from overlap_spec.types import FinishReason, Output, SamplingParams, TokenLogprobs
 
 
 class TextPart(Strict):
@@ -53,6 +53,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description=CACHED)
 
 
 Content = str | Items[TextPart]
@@ -75,18 +76,10 @@ class MessageToolCall(Strict):
     index: int | None = None
 
 
-class SystemMessage(Strict):
-    """The system's instructions."""
+class TextMessage(Strict):
+    """The system's instructions, or the user's message."""
 
-    role: Literal["system", "developer"]
-    content: Content
-    name: str | None = None
-
-
-class UserMessage(Strict):
-    """The user's message."""
-
-    role: Literal["user"]
+    role: Literal["system", "developer", "user"]
     content: Content
     name: str | None = None
 
@@ -124,7 +117,7 @@ class FunctionMessage(Strict):
 
 
 Message = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage,
+    TextMessage | AssistantMessage | ToolMessage | FunctionMessage,
     Field(discriminator="role"),
 ]
 
@@ -135,7 +128,7 @@ class FunctionName(Strict):
     name: str
 
 
-class ChatBody(OpenAIBody):
+class ChatBody(OpenAIBody, ChatFields, Unused):
     """A request for chat completions."""
 
     example: ClassVar[Mapping[str, Any]] = {
@@ -144,27 +137,18 @@ class ChatBody(OpenAIBody):
     }
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MOST_ENTRIES)]
-    max_completion_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    top_logprobs: Top | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: Metadata | None = Field(None, description="Accepted and not used.")
-    service_tier: ServiceTier = Field(None, description="Accepted and not used.")
-    modalities: Items[Literal["text"]] | None = None
-    safety_identifier: Label | None = Field(None, description="Accepted and not used.")
-    prompt_cache_key: Label | None = Field(None, description="Accepted and not used.")
-    prompt_cache_retention: Label | None = Field(None, description="Accepted and not used.")
     functions: Annotated[Items[dict[str, Any]], Field(max_length=1024)] | None = Field(
         None, deprecated=True, description="Deprecated: send tools."
     )
     function_call: Literal["none", "auto"] | FunctionName | None = Field(
         None, deprecated=True, description="Deprecated: send tool_choice."
-    )
-    chat_template_kwargs: Annotated[dict[str, Any], Few] | None = Field(
-        None, description="Switches of the model's chat template, such as enable_thinking."
     )
     reasoning_effort: Effort | None = Field(
         None, description="How much the model thinks; for chat templates with such a switch."
@@ -182,14 +166,22 @@ class ChatBody(OpenAIBody):
     refused: ClassVar[Mapping[str, str]] = {
         **OpenAIBody.refused,
         "audio": "there is no audio",
+        "modalities": "the answer is a text",
+        "moderation": "there is no moderation",
         "prediction": "the draft head predicts",
         "store": "nothing is ever stored",
         "verbosity": "the model has no such switch",
         "web_search_options": "there is no search",
         "echo": "it is for /v1/completions",
+        **dict.fromkeys(("prompt", "input"), "send messages"),
+        "max_output_tokens": "send max_completion_tokens",
+        "reasoning": "send reasoning_effort",
+        "text": "send response_format",
     }
     neutral: ClassVar[Mapping[str, Any]] = {
         **OpenAIBody.neutral,
+        "echo": False,
+        "modalities": ["text"],
         "store": False,
         "verbosity": "medium",
     }
@@ -206,18 +198,12 @@ class ChatBody(OpenAIBody):
                 "max_completion_tokens and max_tokens differ: send one of them",
                 "max_completion_tokens",
             )
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs goes with logprobs: true", "top_logprobs")
-        self.check_shown()
         return self.parameters(
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            stop=self.stop,
-            seed=self.seed,
-            logit_bias=self.bias(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
-            origins=self.with_origins or None,
-            draft_trees=self.with_draft_trees or None,
         )
 
     def tool_ask(self) -> ToolAsk:
@@ -254,19 +240,15 @@ class ChatBody(OpenAIBody):
         Raises:
             InvalidRequest: fields that contradict each other.
         """
-        return ChatTask(
-            messages=[_plain(message) for message in self.messages],
-            sampling=self.sampling(),
-            constraint=self,
+        return self.task_of(
+            [_plain(message) for message in self.messages],
+            self.sampling(),
             form=self.response_format,
             tools=self.tool_ask(),
-            variables=self.chat_template_kwargs or {},
             effort=self.reasoning_effort,
             open_answer=self.add_generation_prompt is not False,
             continues=self.continues,
             separate=self.separate_reasoning is not False,
-            priority=self.priority or 0,
-            cache_salt=self.cache_salt or "",
         )
 
 
@@ -320,8 +302,8 @@ class ChatFormatter(Format):
             message = self._named(assembler.message())
             choice = self._choice(index, {"message": message}, ids, logprobs, reason)
             ended = {"stop_reason": stop_reason(output, self.tokenizer.eos_ids), **findings(output)}
-            choices.append(choice | ended | self._token_ids(output.token_ids))
-        head = self._head("chat.completion") | self._prompt_ids(request)
+            choices.append(choice | ended | self.body.told_ids(output.token_ids))
+        head = self._head("chat.completion") | self.body.told_prompt(request)
         if (top := self.body.prompt_logprobs) is not None:
             told = outputs[0].prompt_logprobs
             shown = prompt_logprobs(self.tokenizer, request.prompt_ids, told, top)
@@ -336,7 +318,7 @@ class ChatFormatter(Format):
         for index, handle in enumerate(handles):
             first = {"role": "assistant", "content": ""}
             choice = self._choice(index, {"delta": first})
-            shown = self._prompt_ids(handle.request) if index == 0 else {}
+            shown = self.body.told_prompt(handle.request) if index == 0 else {}
             yield head | self.body.usage_so_far(handle.request, 0) | {"choices": [choice]} | shown
         async for index, delta in interleaved(handles):
             assembler = assemblers[index]
@@ -344,7 +326,7 @@ class ChatFormatter(Format):
             now = head | self.body.usage_so_far(handles[index].request, tokens[index])
             pieces = assembler.take(delta)
             ids, logprobs = cut_stop(handles[index].request, delta)
-            extra, own = decoders[index].chunk_fields(delta), self._token_ids(delta.token_ids)
+            extra, own = decoders[index].chunk_fields(delta), self.body.told_ids(delta.token_ids)
             if not pieces and (logprobs or extra or (own and delta.token_ids)):
                 pieces = [{"content": ""}]
             for number, piece in enumerate(pieces):
@@ -390,12 +372,6 @@ class ChatFormatter(Format):
         ended = assembler.finish_reason(reason)
         legacy = ended == "tool_calls" and self.body.functions is not None
         return "function_call" if legacy else ended
-
-    def _token_ids(self, ids: Sequence[int]) -> dict[str, Any]:
-        return {"token_ids": list(ids)} if self.body.return_token_ids else {}
-
-    def _prompt_ids(self, request: Request) -> dict[str, Any]:
-        return {"prompt_token_ids": list(request.prompt_ids)} if self.body.return_token_ids else {}
 
 
 def _legacy(delta: dict[str, Any]) -> dict[str, Any]:

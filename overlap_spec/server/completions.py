@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from fastapi import Request as HttpRequest
 from pydantic import Field
@@ -22,6 +22,7 @@ from overlap_spec.server.protocol import (
     Count,
     Items,
     OpenAIBody,
+    Top,
 )
 from overlap_spec.server.service import (
     STREAMS,
@@ -63,10 +64,18 @@ class CompletionBody(OpenAIBody):
     max_tokens: Count | None = Field(
         None, description="0, with `echo`: score the prompt, and answer nothing."
     )
-    logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    logprobs: Top | None = None
     echo: bool | None = None
-    suffix: Literal[""] | None = None
     response_format: ResponseFormat | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **OpenAIBody.refused,
+        "messages": "send prompt, or ask /v1/chat/completions",
+        "max_completion_tokens": "send max_tokens",
+        "top_logprobs": "send logprobs with their number",
+        "suffix": "nothing is filled in before a text that is there: send the prompt alone",
+    }
+    neutral: ClassVar[Mapping[str, Any]] = {**OpenAIBody.neutral, "suffix": ""}
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters.
@@ -74,7 +83,6 @@ class CompletionBody(OpenAIBody):
         Raises:
             InvalidRequest: fields that contradict each other.
         """
-        self.check_shown()
         if self.tells_prompt and self.stream and (self.n or 1) > 1:
             raise InvalidRequest("echo with logprobs in a stream goes without n", "n")
         if self.max_tokens == 0 and (not self.echo or self.stream):
@@ -84,13 +92,8 @@ class CompletionBody(OpenAIBody):
             # A prompt is scored with the one token behind it, which is left out of the reply.
             max_tokens=1 if self.max_tokens == 0 else self.max_tokens,
             complete=False if self.max_tokens == 0 else self.complete,
-            stop=self.stop,
-            seed=self.seed,
-            logit_bias=self.bias(),
             logprobs=self.logprobs,
             prompt_logprobs=max((top for top in asked if top is not None), default=None),
-            origins=self.with_origins or None,
-            draft_trees=self.with_draft_trees or None,
         )
 
     @property
@@ -196,7 +199,7 @@ class CompletionFormatter(Format):
         if (top := self.body.prompt_logprobs) is not None:
             ids = request.prompt_ids
             choice["prompt_logprobs"] = prompt_logprobs(self.tokenizer, ids, told, top)
-        return choice | self._token_ids(output.token_ids, request)
+        return choice | self.body.told_ids(output.token_ids) | self.body.told_prompt(request)
 
     async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
         """The reply in chunks: for each choice its prompt where it is echoed, and its pieces."""
@@ -204,9 +207,10 @@ class CompletionFormatter(Format):
         offsets, told, tokens = ([0] * len(handles) for _ in range(3))
         decoders = [TokenOrigins(self.tokenizer) for _ in handles]
         for index, text in enumerate(self._echoes):
-            first = self._token_ids((), handles[index].request)
+            request = handles[index].request
+            first = self.body.told_ids(()) | self.body.told_prompt(request)
             if text or first:
-                usage = so_far(handles[index].request, 0)
+                usage = so_far(request, 0)
                 yield head | usage | {"choices": [_piece(index, text, None, None) | first]}
         async for index, delta in interleaved(handles):
             shown, entries = None, delta.prompt_logprobs or delta.logprobs
@@ -220,7 +224,7 @@ class CompletionFormatter(Format):
             tokens[index] += len(delta.token_ids)
             reason = delta.finish_reason
             extra = decoders[index].chunk_fields(delta)
-            own = self._token_ids(delta.token_ids) if delta.token_ids else {}
+            own = self.body.told_ids(delta.token_ids) if delta.token_ids else {}
             if reason != "error" and (delta.text or shown or reason or extra or own):
                 choice = _piece(index, delta.text, shown, reason) | findings(delta) | own
                 usage = so_far(handles[index].request, tokens[index])
@@ -233,13 +237,6 @@ class CompletionFormatter(Format):
         if not self.body.echo:
             return ""
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-
-    def _token_ids(self, ids: Sequence[int], request: Request | None = None) -> dict[str, Any]:
-        """Fields of a choice's tokens and its prompt's, if they are asked for."""
-        if not self.body.return_token_ids:
-            return {}
-        prompt = {} if request is None else {"prompt_token_ids": list(request.prompt_ids)}
-        return {"token_ids": list(ids), **prompt}
 
 
 def _scored(output: Output) -> Output:

@@ -17,7 +17,7 @@ from overlap_spec.grammar.isolation.limits import CompileFailure
 
 RETRY_AFTER_S = 1
 # Messages quote what was sent, which may be megabytes.
-LONGEST_MESSAGE, LONGEST_PARAM = 2000, 200
+LONGEST_MESSAGE, LONGEST_PARAM, LONGEST_VALUE = 2000, 200, 80
 # Errors of a running request that its own grammar causes; any other is the server's.
 GRAMMAR_ERRORS = ("RequestFailed", "GrammarFailed")
 # Routes whose errors have Anthropic's form; their types by status.
@@ -210,16 +210,33 @@ def from_validation(error: RequestValidationError) -> ApiError:
     if isinstance(own, InvalidRequest):
         param = ".".join(part for part in (where, own.param) if part)
         return ApiError(400, str(own), param or None)
-    message = item["msg"].replace(" after validation", "")
-    if item["type"] == "extra_forbidden":
-        message = "unknown field"
-    elif item["type"] == "missing":
-        message = "the field is required" if where else "the body must be a JSON object"
-    elif item["type"] == "json_invalid":
+    if item["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {item['ctx']['error']}")
-    elif item["type"] in ("model_attributes_type", "model_type") and not where:
-        message = "the body must be a JSON object (Content-Type: application/json)"
-    return ApiError(400, message, where or None)
+    return ApiError(400, _message(item, where), where or None)
+
+
+def _message(item: Any, where: str) -> str:
+    """What one of pydantic's errors says to a client, which knows nothing of Python."""
+    context = item.get("ctx", {})
+    match item["type"]:
+        case "extra_forbidden":
+            return "unknown field"
+        case "missing":
+            return "the field is required" if where else "the body must be a JSON object"
+        case "model_attributes_type" | "model_type" if not where:
+            return "the body must be a JSON object (Content-Type: application/json)"
+        case "model_attributes_type" | "model_type":
+            return "must be a JSON object"
+        case "union_tag_not_found":
+            is_object = isinstance(item["input"], dict)
+            return f"needs a {context['discriminator']}" if is_object else "must be a JSON object"
+        case "none_required":
+            return "is not supported: leave it out, or send null"
+        case "literal_error" | "union_tag_invalid":
+            given = repr(context.get("tag", item["input"]))
+            allowed = context.get("expected") or context["expected_tags"]
+            return f"{cut(given, LONGEST_VALUE)} is not supported: send {allowed}"
+    return str(item["msg"]).replace(" after validation", "")
 
 
 def _fit(found: tuple[str, Any]) -> tuple[int, list[int], bool]:

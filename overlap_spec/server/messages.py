@@ -19,11 +19,12 @@ from overlap_spec.server.conversation import Conversation, rendering_of
 from overlap_spec.server.errors import ANTHROPIC_ERRORS, ApiError, Json
 from overlap_spec.server.events import Wire
 from overlap_spec.server.protocol import (
+    CACHED,
     MOST_ENTRIES,
     Count,
     Few,
-    GenerationBody,
     Items,
+    Positive,
     Strict,
 )
 from overlap_spec.server.service import (
@@ -36,7 +37,7 @@ from overlap_spec.server.service import (
     routes,
     speculation,
 )
-from overlap_spec.server.task import ChatTask, Effort, ToolAsk, schema_format
+from overlap_spec.server.task import ChatFields, ChatTask, Effort, ToolAsk, schema_format
 from overlap_spec.types import Output, SamplingParams
 
 Event = dict[str, Any]
@@ -50,7 +51,6 @@ DELTAS = {
 
 # As Anthropic bounds it.
 UserId = Annotated[str, Field(max_length=512)]
-CACHED = "Accepted and not used: whatever prompts have in common at their start is cached."
 
 EFFORTS: dict[str, Effort | None] = {"enabled": "medium", "disabled": "none", "adaptive": None}
 
@@ -159,10 +159,10 @@ Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
 class Tool(Part):
     """A tool that the model may call."""
 
+    type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
-    type: Literal["custom"] | None = None
     strict: bool | None = None
 
     def for_chat(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class CountBody(GenerationBody):
+class CountBody(ChatFields):
     """Messages whose tokens are counted."""
 
     example: ClassVar[Mapping[str, Any]] = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -214,9 +214,6 @@ class CountBody(GenerationBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = Field(None, description=CACHED)
-    chat_template_kwargs: Annotated[dict[str, Any], Few] | None = Field(
-        None, description="Switches of the model's chat template, such as enable_thinking."
-    )
 
     refused: ClassVar[Mapping[str, str]] = {
         "container": "there are no containers",
@@ -243,7 +240,7 @@ class CountBody(GenerationBody):
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters."""
-        return self.parameters(seed=self.seed, logit_bias=self.bias())
+        return self.parameters()
 
     def task(self) -> ChatTask:
         """What the body asks for.
@@ -258,19 +255,15 @@ class CountBody(GenerationBody):
                 form = schema_format(self.output_config.format.schema_)
         if self.thinking is not None and effort is None:
             effort, effort_field = EFFORTS[self.thinking.type], "thinking"
-        return ChatTask(
-            messages=self.template_messages(),
-            sampling=self.sampling(),
-            constraint=self,
+        return self.task_of(
+            self.template_messages(),
+            self.sampling(),
             form=form,
             form_field="output_config.format",
             tools=self.tool_ask(),
-            variables=self.chat_template_kwargs or {},
             effort=effort,
             effort_field=effort_field,
             continues=self.messages[-1].role == "assistant",
-            priority=self.priority or 0,
-            cache_salt=self.cache_salt or "",
         )
 
     def tool_ask(self) -> ToolAsk:
@@ -308,7 +301,7 @@ class MessagesBody(CountBody):
 
     example: ClassVar[Mapping[str, Any]] = {**CountBody.example, "max_tokens": 32}
 
-    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] = Field(
+    max_tokens: Positive = Field(
         description="What the context leaves is the most, whatever is asked."
     )
     stop_sequences: Annotated[Items[str], Field(max_length=64)] | None = None
@@ -319,12 +312,7 @@ class MessagesBody(CountBody):
 
     def sampling(self) -> SamplingParams:
         """The sampling parameters, without ``max_tokens``, which the context may cut."""
-        given = self.parameters(
-            seed=self.seed,
-            logit_bias=self.bias(),
-            stop=self.stop_sequences,
-            max_tokens=self.max_tokens,
-        )
+        given = self.parameters(stop=self.stop_sequences, max_tokens=self.max_tokens)
         return replace(given, max_tokens=None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
@@ -25,6 +25,10 @@ from overlap_spec.types import Request, SamplingParams
 
 Int = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+Positive = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+# Of a request, and of log-probabilities that are told of a token.
+Choices = Annotated[int, Field(strict=True, ge=1, le=128)]
+Top = Annotated[int, Field(strict=True, ge=0, le=20)]
 Number = Annotated[float, Field(strict=True, ge=-1e9, le=1e9, allow_inf_nan=False)]
 Item = TypeVar("Item")
 # Stops at its first wrong item: an error for each of a million items takes a minute.
@@ -43,13 +47,17 @@ def _few(data: Any) -> Any:
 
 Few = BeforeValidator(_few)
 # What OpenAI's accounts have; all are served alike.
-ServiceTier = Literal["auto", "default", "flex", "scale", "priority"] | None
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None
 # As OpenAI bounds it: a response repeats it.
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
     Few,
 ]
+
+UNUSED = "Accepted and not used."
+CACHED = f"{UNUSED[:-1]}: whatever prompts have in common at their start is cached."
+NO_SPECIAL = "special tokens are never part of the text: "
 
 # Kinds of `structured_outputs` that vLLM once took as fields of the body itself.
 GUIDED = ("json", "regex", "choice", "grammar", "json_object")
@@ -212,6 +220,9 @@ class Sampling(Strict):
         None, description="No other token is written, stop tokens included."
     )
     ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, Number], Few] | None = Field(
+        None, description="Of token ids; added to their logits, from -100 to 100."
+    )
     complete: bool | None = Field(
         None,
         description="Whether an output under a constraint comes to its end within max_tokens; one "
@@ -235,6 +246,7 @@ class Sampling(Strict):
             InvalidRequest: fields that contradict each other.
         """
         given = {name: getattr(self, name) for name in Sampling.model_fields} | more
+        given["logit_bias"] = self._bias()
         budgets = {given["thinking_budget"], given.pop("thinking_token_budget")} - {None}
         if len(budgets) > 1:
             raise InvalidRequest(
@@ -245,6 +257,18 @@ class Sampling(Strict):
         if given.pop("no_stop_trim"):
             given["include_stop_str_in_output"] = True
         return SamplingParams(**{name: v for name, v in given.items() if v is not None})
+
+    def _bias(self) -> dict[int, float] | None:
+        """``logit_bias`` by token id."""
+        if self.logit_bias is None:
+            return None
+        for token, value in self.logit_bias.items():
+            if not token.isascii() or not token.isdigit() or len(token) > 9:
+                raise InvalidRequest(f"logit_bias: {token!r} is not a token id", "logit_bias")
+            if not -100 <= value <= 100:
+                message = f"logit_bias: {value} is not between -100 and 100"
+                raise InvalidRequest(message, "logit_bias")
+        return {int(token): value for token, value in self.logit_bias.items()}
 
 
 class Constraint(Strict):
@@ -284,7 +308,6 @@ class GenerationBody(Body, Sampling, Constraint):
     model: Label | None = None
     seed: Int | None = None
     stream: bool | None = None
-    logit_bias: Annotated[dict[str, Number], Few] | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)] | None = Field(
         None,
@@ -295,38 +318,40 @@ class GenerationBody(Body, Sampling, Constraint):
         None, description="Computed prompts are shared among requests of the same salt alone."
     )
 
-    def bias(self) -> dict[int, float] | None:
-        """``logit_bias`` by token id."""
-        if self.logit_bias is None:
-            return None
-        for token, value in self.logit_bias.items():
-            if not token.isascii() or not token.isdigit() or len(token) > 9:
-                raise InvalidRequest(f"logit_bias: {token!r} is not a token id", "logit_bias")
-            if not -100 <= value <= 100:
-                raise InvalidRequest(
-                    f"logit_bias: {value} is not between -100 and 100", "logit_bias"
-                )
-        return {int(token): value for token, value in self.logit_bias.items()}
+    def parameters(self, **more: Any) -> SamplingParams:
+        """See the base class."""
+        return super().parameters(**{"seed": self.seed, **more})
+
+
+class Unused(Strict):
+    """Fields of OpenAI's chats and responses that change nothing here."""
+
+    metadata: Metadata | None = Field(None, description=UNUSED)
+    service_tier: ServiceTier = Field(None, description=UNUSED)
+    user: Label | None = Field(None, description=UNUSED)
+    safety_identifier: Label | None = Field(None, description=UNUSED)
+    prompt_cache_key: Label | None = Field(None, description=UNUSED)
+    prompt_cache_retention: Label | None = Field(None, description=UNUSED)
+    prompt_cache_options: Annotated[dict[str, Label], Few] | None = Field(None, description=CACHED)
 
 
 class OpenAIBody(GenerationBody):
     """Fields that chat and text completions share."""
 
-    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
+    n: Choices | None = None
     stop: str | Annotated[Items[str], Field(max_length=64)] | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    max_tokens: Positive | None = None
     return_token_ids: bool | None = Field(
         None, description="Add `prompt_token_ids`, and `token_ids` of each choice."
     )
-    prompt_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = Field(
+    prompt_logprobs: Top | None = Field(
         None,
         description="Add `prompt_logprobs`: of each prompt token its log-probability, and so many "
         "of the most probable ones, as the model has them. Not with `stream`.",
     )
-    skip_special_tokens: bool | None = Field(None, description="Only true: texts have none.")
-    spaces_between_special_tokens: bool | None = Field(None, description="Accepted and not used.")
-    user: Label | None = Field(None, description="Accepted and not used.")
+    spaces_between_special_tokens: bool | None = Field(None, description=UNUSED)
+    user: Label | None = Field(None, description=UNUSED)
     request_id: Label | None = Field(None, description="The end of the reply's `id`.")
     rid: Label | None = Field(None, description="The reply's `id`, by which it can be aborted.")
     best_of: Annotated[int, Field(strict=True)] | None = Field(None, description="Only 1, or n.")
@@ -347,8 +372,13 @@ class OpenAIBody(GenerationBody):
         "use_beam_search": "tokens are sampled; send temperature 0 for the most probable",
         "length_penalty": "it is for beam search, which is not here",
         "truncate_prompt_tokens": "shorten the prompt",
+        "skip_special_tokens": f"{NO_SPECIAL}send return_token_ids",
     }
-    neutral: ClassVar[Mapping[str, Any]] = {"use_beam_search": False, "length_penalty": 1.0}
+    neutral: ClassVar[Mapping[str, Any]] = {
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "skip_special_tokens": True,
+    }
 
     @property
     def guided(self) -> dict[str, Any]:
@@ -373,19 +403,16 @@ class OpenAIBody(GenerationBody):
         """The field that :meth:`own_id` comes from."""
         return "rid" if self.request_id is None else "request_id"
 
-    def check_shown(self) -> None:
-        """Raise InvalidRequest where an answer should show what it cannot."""
+    def parameters(self, **more: Any) -> SamplingParams:
+        """See the base class; InvalidRequest also where an answer should show what it cannot."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options goes with stream: true", "stream_options")
         if self.best_of not in (None, 1, self.n or 1):
             raise InvalidRequest("best_of is not supported: leave it out, or send n", "best_of")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs goes without stream: true", "prompt_logprobs")
-        if self.skip_special_tokens is False:
-            raise InvalidRequest(
-                "special tokens are never part of the text: send return_token_ids",
-                "skip_special_tokens",
-            )
+        told = {"origins": self.with_origins or None, "draft_trees": self.with_draft_trees or None}
+        return super().parameters(stop=self.stop, **told, **more)
 
     @property
     def include_usage(self) -> bool:
@@ -403,6 +430,14 @@ class OpenAIBody(GenerationBody):
         prompt = len(request.prompt_ids)
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens}
         return {"usage": counts | {"total_tokens": prompt + tokens}}
+
+    def told_ids(self, ids: Sequence[int]) -> dict[str, Any]:
+        """``token_ids`` of a choice, if they are asked for."""
+        return {"token_ids": list(ids)} if self.return_token_ids else {}
+
+    def told_prompt(self, request: Request) -> dict[str, Any]:
+        """``prompt_token_ids``, if they are asked for."""
+        return {"prompt_token_ids": list(request.prompt_ids)} if self.return_token_ids else {}
 
     @property
     def with_origins(self) -> bool:

@@ -69,7 +69,6 @@ DEFAULTS = {
     "thinking": "the template's",
     "rid": "drawn",
     "request_id": "drawn",
-    "skip_special_tokens": "true",
     "separate_reasoning": "true",
     "add_generation_prompt": "true",
 }

@@ -18,14 +18,14 @@ from overlap_spec.server.errors import ApiError
 from overlap_spec.server.events import Wire
 from overlap_spec.server.logprobs import chat_logprobs, cut_stop, without_stop
 from overlap_spec.server.protocol import (
+    CACHED,
     MOST_ENTRIES,
-    Few,
-    GenerationBody,
     Items,
-    Label,
     Metadata,
-    ServiceTier,
+    Positive,
     Strict,
+    Top,
+    Unused,
 )
 from overlap_spec.server.service import (
     STREAMS,
@@ -38,9 +38,11 @@ from overlap_spec.server.service import (
     speculation,
 )
 from overlap_spec.server.task import (
+    ChatFields,
     ChatTask,
     Effort,
     JsonObjectFormat,
+    NamedSchema,
     TextFormat,
     ToolAsk,
     schema_format,
@@ -54,6 +56,17 @@ INCOMPLETE = {"reason": "max_output_tokens"}
 
 
 LOGPROBS = "message.output_text.logprobs"
+# The rest are of tools that no output has.
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 NOT_STORED = "nothing is stored: send the whole conversation as input"
 
 # Fields that begin a new message of the assistant where an item of another has come before.
@@ -71,6 +84,7 @@ class ContentPart(Strict):
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description=CACHED)
 
 
 Content = str | Items[ContentPart]
@@ -87,27 +101,34 @@ class MessageItem(Strict):
     phase: str | None = None
 
 
-class CallItem(Strict):
+class FunctionItem(Strict):
+    """What a call and its output have."""
+
+    call_id: str
+    id: str | None = None
+    status: str | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "namespace": "functions are called by their names alone",
+        "caller": "the model itself calls functions",
+    }
+    neutral: ClassVar[Mapping[str, Any]] = {"caller": {"type": "direct"}}
+
+
+class CallItem(FunctionItem):
     """A call of an earlier output; ``arguments`` is JSON text."""
 
     type: Literal["function_call"]
-    call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: str | None = None
-    namespace: None = None
-    caller: None = None
 
 
-class CallOutputItem(Strict):
+class CallOutputItem(FunctionItem):
     """What a function gave."""
 
     type: Literal["function_call_output"]
-    call_id: str
+    name: str | None = None
     output: Content
-    id: str | None = None
-    status: str | None = None
 
 
 class ReasoningItem(Strict):
@@ -135,15 +156,13 @@ Item = Annotated[
 ]
 
 
-class SchemaFormat(Strict):
+class SchemaFormat(NamedSchema):
     """JSON that is valid under a schema; ``strict: false`` leaves out keywords that no backend
     enforces."""
 
     type: Literal["json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {"json_schema": "send its fields beside the type"}
 
 
 class TextConfig(Strict):
@@ -162,9 +181,16 @@ class ReasoningConfig(Strict):
 
     effort: Effort | None = None
 
-    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("summary", "generate_summary"), "the thinking itself is in the output"
-    )
+    refused: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("summary", "generate_summary"), "the thinking itself is in the output"),
+        "context": "the chat template chooses among the thinking in the input",
+        "mode": "the model has no such switch",
+    }
+    neutral: ClassVar[Mapping[str, Any]] = {"context": "auto", "mode": "standard"}
+
+
+# As chat completions have it.
+UNWRAPPED = {"function": "send its fields beside the type"}
 
 
 class FunctionTool(Strict):
@@ -175,6 +201,14 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    refused: ClassVar[Mapping[str, str]] = {
+        **UNWRAPPED,
+        "allowed_callers": "the model itself calls functions",
+        "defer_loading": "there is no search for tools: the model reads all of them",
+        "output_schema": "say in the description what the function gives",
+    }
+    neutral: ClassVar[Mapping[str, Any]] = {"allowed_callers": ["direct"], "defer_loading": False}
 
     def for_chat(self) -> dict[str, Any]:
         """In the form of chat completions."""
@@ -187,6 +221,8 @@ class NamedTool(Strict):
 
     type: Literal["function"]
     name: str
+
+    refused: ClassVar[Mapping[str, str]] = UNWRAPPED
 
     def for_chat(self) -> dict[str, Any]:
         """In the form of chat completions."""
@@ -213,7 +249,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(ChatFields, Unused):
     """A request for a response."""
 
     example: ClassVar[Mapping[str, Any]] = {
@@ -224,7 +260,7 @@ class ResponsesBody(GenerationBody):
 
     input: str | Annotated[Items[Item], Field(min_length=1, max_length=MOST_ENTRIES)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    max_output_tokens: Positive | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[Items[FunctionTool], Field(max_length=1024)] | None = None
@@ -234,25 +270,20 @@ class ResponsesBody(GenerationBody):
         | None
     ) = None
     parallel_tool_calls: bool | None = None
-    include: (
-        Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None
-    ) = Field(None, description="Thinking is never encrypted: it is in the output as it is.")
-    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    include: Items[Include] | None = Field(
+        None,
+        description="Thinking is never encrypted: it is in the output as it is; no output has "
+        "items of OpenAI's own tools.",
+    )
+    top_logprobs: Top | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: Metadata | None = Field(
         None, description="At most 16 short texts, repeated in the response and not used."
     )
-    background: Literal[False] | None = None
-    service_tier: ServiceTier = Field(None, description="Accepted and not used.")
-    user: Label | None = Field(None, description="Accepted and not used.")
-    safety_identifier: Label | None = Field(None, description="Accepted and not used.")
-    prompt_cache_key: Label | None = Field(None, description="Accepted and not used.")
-    prompt_cache_retention: Label | None = Field(None, description="Accepted and not used.")
-    chat_template_kwargs: Annotated[dict[str, Any], Few] | None = Field(
-        None, description="Switches of the model's chat template, such as enable_thinking."
-    )
 
     refused: ClassVar[Mapping[str, str]] = {
+        "background": "nothing is stored that could be asked for later: wait for the response, or "
+        "send stream: true",
         "previous_response_id": NOT_STORED,
         "conversation": NOT_STORED,
         "store": "nothing is ever stored",
@@ -264,8 +295,17 @@ class ResponsesBody(GenerationBody):
         "max_tokens": "send max_output_tokens",
         "messages": "send input",
         "response_format": "send text.format",
+        "max_completion_tokens": "send max_output_tokens",
+        "reasoning_effort": "send reasoning.effort",
+        "logprobs": "send top_logprobs",
+        "stop": "send stop_regex",
+        "n": "a response has one answer: ask again",
     }
-    neutral: ClassVar[Mapping[str, Any]] = {"store": False, "truncation": "disabled"}
+    neutral: ClassVar[Mapping[str, Any]] = {
+        "background": False,
+        "store": False,
+        "truncation": "disabled",
+    }
 
     @property
     def with_logprobs(self) -> bool:
@@ -287,8 +327,6 @@ class ResponsesBody(GenerationBody):
             raise InvalidRequest("stream_options goes with stream: true", "stream_options")
         return self.parameters(
             max_tokens=self.max_output_tokens,
-            seed=self.seed,
-            logit_bias=self.bias(),
             logprobs=(self.top_logprobs or 0) if self.with_logprobs else None,
         )
 
@@ -298,25 +336,22 @@ class ResponsesBody(GenerationBody):
         Raises:
             InvalidRequest: fields that contradict each other.
         """
-        choice: Any = self.tool_choice
+        # What a response without tools says itself, and clients send again.
+        choice: Any = None if self.tool_choice == "auto" else self.tool_choice
         if isinstance(choice, NamedTool | AllowedTools):
             choice = choice.for_chat()
         tools = [tool.for_chat() for tool in self.tools or ()]
         form: Any = self.text.format if self.text else None
         if isinstance(form, SchemaFormat):
             form = schema_format(form.schema_, form.strict)
-        return ChatTask(
-            messages=self.messages(),
-            sampling=self.sampling(),
-            constraint=self,
+        return self.task_of(
+            self.messages(),
+            self.sampling(),
             form=form,
             form_field="text.format",
             tools=ToolAsk(tools or None, choice, self.parallel_tool_calls),
-            variables=self.chat_template_kwargs or {},
             effort=self.reasoning.effort if self.reasoning else None,
             effort_field="reasoning.effort",
-            priority=self.priority or 0,
-            cache_salt=self.cache_salt or "",
         )
 
     def messages(self) -> list[dict[str, Any]]:
@@ -345,7 +380,8 @@ class ResponsesBody(GenerationBody):
                     _answer(said, "tool_calls").setdefault("tool_calls", []).append(call)
                 case CallOutputItem():
                     result = {"tool_call_id": item.call_id, "content": _text(item.output)}
-                    said.append({"role": "tool", **result})
+                    named = {} if item.name is None else {"name": item.name}
+                    said.append({"role": "tool", **result, **named})
         return said
 
 

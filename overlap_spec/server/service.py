@@ -378,10 +378,13 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
-    """OpenAI's usage; a prompt with several outputs counts once. Its names of predicted tokens tell
-    of drafts, where any were verified. ``narrowed_tokens`` is ours: what was chosen so that outputs
-    come to their end within their room, where any was."""
+def usages(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
+    """What a chat or a text tells of its tokens: OpenAI's ``usage``, and :func:`speculation`'s.
+
+    A prompt with several outputs counts once. Its names of predicted tokens tell of drafts, where
+    any were verified. ``narrowed_tokens`` is ours: what was chosen so that outputs come to their
+    end within their room, where any was.
+    """
     prompt_tokens = sum(len(prompt.prompt_ids) for prompt in prompts)
     output_tokens = sum(output.stats.output_tokens for output in outputs)
     cached = sum(output.stats.cached_tokens for output in outputs)
@@ -394,18 +397,14 @@ def usage(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, An
         details["rejected_prediction_tokens"] = drafted - accepted
     if narrowed:
         details["narrowed_tokens"] = narrowed
-    return {
+    usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt_tokens)},
         **({"completion_tokens_details": details} if details else {}),
     }
-
-
-def usages(outputs: Sequence[Output], prompts: Sequence[Request]) -> dict[str, Any]:
-    """What a chat or a text tells of its tokens: ``usage``, and :func:`speculation`'s."""
-    return {"usage": usage(outputs, prompts)} | speculation(outputs)
+    return {"usage": usage} | speculation(outputs)
 
 
 def speculation(outputs: Sequence[Output]) -> dict[str, Any]:

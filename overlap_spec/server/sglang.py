@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from fastapi import Request as HttpRequest
@@ -22,13 +22,17 @@ from overlap_spec.server.logprobs import SGLangLogprobs
 from overlap_spec.server.middleware import IS_ADMIN, OWNER
 from overlap_spec.server.protocol import (
     MOST_ENTRIES,
+    NO_SPECIAL,
     Body,
+    Choices,
     Constraint,
     Count,
     Int,
     Items,
     Label,
+    Positive,
     Sampling,
+    Top,
 )
 from overlap_spec.server.service import (
     STREAMS,
@@ -53,19 +57,22 @@ LEAST_GROWTH = 1 / 16
 class SGLangSampling(Sampling, Constraint):
     """SGLang's ``sampling_params``."""
 
-    max_new_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    max_new_tokens: Positive | None = None
     min_new_tokens: Count | None = None
     stop: str | Annotated[Items[str], Field(max_length=64)] | None = None
     sampling_seed: Int | None = None
-    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
-    skip_special_tokens: Literal[True] | None = None
+    n: Choices | None = None
     spaces_between_special_tokens: bool | None = None
 
     refused: ClassVar[Mapping[str, str]] = {
         "max_tokens": "send max_new_tokens",
         "seed": "send sampling_seed",
         "custom_params": "there are no custom processors",
+        "skip_special_tokens": f"{NO_SPECIAL}read output_ids",
+        "stream_interval": "each piece is sent as it comes",
+        "beam_width": "tokens are sampled; send temperature 0 for the most probable",
     }
+    neutral: ClassVar[Mapping[str, Any]] = {"skip_special_tokens": True}
 
     def sampling(self, logprobs: int | None) -> SamplingParams:
         """The sampling parameters; ``logprobs`` as in SamplingParams."""
@@ -76,6 +83,8 @@ class SGLangSampling(Sampling, Constraint):
         return self.parameters(**more, min_tokens=minimum, logprobs=logprobs)
 
 
+# Those that clients of other routes send beside the text.
+IN_PARAMS = ("temperature", "max_new_tokens", "stop", "n", "json_schema", "regex", "ebnf")
 Samplings = Annotated[Items[SGLangSampling], Field(min_length=1, max_length=MOST_ENTRIES)]
 
 
@@ -92,7 +101,7 @@ class GenerateBody(Body):
     sampling_params: SGLangSampling | Samplings | None = None
     rid: Label | Annotated[Items[Label], Field(min_length=1, max_length=MOST_ENTRIES)] | None = None
     return_logprob: bool | None = None
-    top_logprobs_num: Annotated[int, Field(strict=True, ge=0, le=20)] | None = None
+    top_logprobs_num: Top | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
@@ -101,12 +110,30 @@ class GenerateBody(Body):
 
     refused: ClassVar[Mapping[str, str]] = {
         "logprob_start_len": "for those of a prompt, send prompt_logprobs to /v1/completions",
-        "image_data": "there are no images",
+        "prompt": "send text",
+        "messages": "ask /v1/chat/completions",
+        **dict.fromkeys(IN_PARAMS, "send it in sampling_params"),
+        "token_ids_logprob": "send top_logprobs_num",
+        **dict.fromkeys(("image_data", "video_data", "audio_data"), "the model reads texts alone"),
+        "modalities": "the answer is a text",
+        "return_hidden_states": "hidden states do not leave the engine",
+        "custom_logit_processor": "there are no custom processors: send logit_bias or a constraint",
+        "priority": "send it to /v1/completions",
+        "background": "wait for the reply, or send stream: true",
+        "log_metrics": "all requests are counted",
+        "no_logs": "no request is logged",
+        "extra_key": "send cache_salt",
         "input_embeds": "send text or input_ids",
         "lora_path": "an adapter is asked for by its name as the model, on OpenAI's routes",
         "session_params": "there are no sessions: prompts that start alike share their cache",
     }
-    neutral: ClassVar[Mapping[str, Any]] = {"logprob_start_len": -1}
+    neutral: ClassVar[Mapping[str, Any]] = {
+        "logprob_start_len": -1,
+        "return_hidden_states": False,
+        "background": False,
+        "log_metrics": True,
+        "no_logs": False,
+    }
 
     def prompts(self) -> tuple[list[str | list[int]], bool]:
         """The prompts, and whether it is a single one."""
@@ -172,12 +199,17 @@ async def _prepare(
         service.engine.input_processor.check_length(len(prompt))
     for prompt, given in zip(prompts, samplings, strict=True):
         given = given or SGLangSampling.model_validate({})
-        grammar, name = await service.constraints.of(given)
-        source = source or (f"sampling_params.{name}" if name else None)
-        salt = body.cache_salt or ""
-        request = await service.engine.prepare(
-            prompt, grammar, given.sampling(top), raw=True, cache_salt=salt
-        )
+        try:
+            grammar, name = await service.constraints.of(given)
+            source = source or (f"sampling_params.{name}" if name else None)
+            salt = body.cache_salt or ""
+            request = await service.engine.prepare(
+                prompt, grammar, given.sampling(top), raw=True, cache_salt=salt
+            )
+        except InvalidRequest as error:
+            if error.param in SGLangSampling.known:
+                error.param = f"sampling_params.{error.param}"
+            raise
         await asyncio.sleep(0)
         requests += fan_out([request], given.n or 1)
     return requests, source

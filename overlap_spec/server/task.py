@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from overlap_spec.server.protocol import Constraint, Items, Strict
+from overlap_spec.server.protocol import Constraint, Few, GenerationBody, Items, Strict
 from overlap_spec.types import SamplingParams
 
+KWARGS = "Switches of the model's chat template, such as enable_thinking."
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -110,3 +111,23 @@ class ChatTask:
     separate: bool = True
     priority: int = 0
     cache_salt: str = ""
+
+
+class ChatFields(GenerationBody):
+    """What all bodies of chats have."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], Few] | None = Field(None, description=KWARGS)
+
+    def task_of(
+        self, messages: list[dict[str, Any]], sampling: SamplingParams, **more: Any
+    ) -> ChatTask:
+        """What the body asks for; ``more``: fields of :class:`ChatTask`."""
+        return ChatTask(
+            messages,
+            sampling,
+            constraint=self,
+            variables=self.chat_template_kwargs or {},
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt or "",
+            **more,
+        )

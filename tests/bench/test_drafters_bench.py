@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,26 @@ def test_another_text_is_a_fault_where_it_was_promised(found: Found) -> None:
     assert drafters.faults({"embedded": {"dtype": "bfloat16", "rows": rows}}) == []
 
 
+@pytest.mark.ci
+def test_a_row_over_one_of_its_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base is that member; settings by hand are rows of their own."""
+    monkeypatch.setattr(drafters, "QUICK", drafters.Size(1, 12, 1))
+    monkeypatch.setattr(drafters, "ROWS", {})
+    path = tmp_path / "row.json"
+    words = ["--only", "suffix,eagle3", "--over", "eagle3", "--by-hand", "adaptive=auto"]
+    drafters.main(["--quick", *words, "--json", str(path)])
+    record = json.loads(path.read_text())
+    rows = record["models"]["embedded"]["rows"]
+    assert (record["over"], record["models"]["embedded"]["skipped"]) == ("eagle3", {})
+    assert list(rows) == [
+        f"greedy, {shape}, adaptive=auto" for shape in ("chain of 5", "tree of 16")
+    ]
+    for by_drafter in rows.values():
+        assert all(f["ratio"]["n"] == 1 for f in by_drafter["suffix,eagle3"].values())
+    with pytest.raises(SystemExit):
+        drafters.parse(["--only", "suffix,eagle9"])
+
+
 def sample(side: str, repetition: int, **more: Any) -> dict[str, Any]:
     plain = {
         "side": side, "repetition": repetition, "seconds": 2.0, "steps": 10, "output_tokens": 20,
@@ -67,9 +88,9 @@ def sample(side: str, repetition: int, **more: Any) -> dict[str, Any]:
 def test_figures_of_known_samples() -> None:
     taken = [
         sample("x", 1, seconds=1.0),
-        sample("plain", 0, seconds=4.0),
+        sample("base", 0, seconds=4.0),
         sample("x", 0, output_sha256="b", histogram=[8]),
-        sample("plain", 1),
+        sample("base", 1),
     ]
     f = drafters.figures(taken, "x")
     assert f["accept_length"] == 2.5

@@ -69,12 +69,22 @@ def test_a_stream_tells_its_usage_so_far_as_vllm_does(server: Server, path: str)
 
 def test_what_asks_nothing_of_a_server_of_ones_own_is_taken(client: openai.OpenAI) -> None:
     more = {"prompt_cache_retention": "24h", "prompt_cache_key": "k", "safety_identifier": "s"}
-    for tier in ("flex", "priority"):
+    more |= {"prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    function = {"call_id": "1", "caller": {"type": "direct"}}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Hi", **mark}]},
+        {"type": "function_call", "name": "f", "arguments": "{}", **function},
+        {"type": "function_call_output", "name": "f", "output": "1", **function},
+    ]
+    asked = [{"role": "user", "content": [{"type": "text", "text": "Hi", **mark}]}]
+    for tier in ("flex", "priority", "fast"):
         given: dict[str, Any] = {"model": MODEL, "extra_body": more | {"service_tier": tier}}
-        client.chat.completions.create(messages=MARIA, max_tokens=1, verbosity="medium", **given)  # type: ignore[call-overload]
-        given["extra_body"] |= {"parallel_tool_calls": False, "store": False}
+        client.chat.completions.create(messages=asked, max_tokens=1, verbosity="medium", **given)  # type: ignore[call-overload]
+        given["extra_body"] |= {"parallel_tool_calls": False, "store": False, "background": False}
+        given["extra_body"] |= {"tool_choice": "auto", "include": ["web_search_call.results"]}
         text = {"verbosity": "medium"}
-        client.responses.create(input="Hi", max_output_tokens=16, text=text, **given)
+        client.responses.create(input=items, max_output_tokens=16, text=text, **given)
 
 
 def test_models_name_their_context(client: openai.OpenAI) -> None:
