@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap_spec.kernels import cpu
-from overlap_spec.kernels.dispatch import wants_references
+from overlap_spec.kernels.dispatch import has_native_products
 from overlap_spec.kernels.scripting import is_tracing, traceable
 from overlap_spec.models.config import ExpertsConfig
 from overlap_spec.models.experts import Experts, ExpertWeights
@@ -109,11 +109,6 @@ def rounded_rows(rows: int) -> int:
 def multiplies_natively(linear: nn.Linear) -> bool:
     """Whether the layer's product can be the native one."""
     return linear.in_features % 4 == 0 and has_native_products()
-
-
-def has_native_products() -> bool:
-    """Whether products are the native ones, not the references' and not oneDNN's."""
-    return not wants_references() and cpu.multiplies()
 
 
 def narrowed(weight: Tensor) -> Tensor:

@@ -28,11 +28,11 @@ from torch.nn import functional as F
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.kernels import cpu
-from overlap_spec.kernels.dispatch import wants_references
+from overlap_spec.kernels.dispatch import has_native_products, wants_references
 from overlap_spec.kernels.scripting import is_tracing, traceable
 from overlap_spec.models.dequantize import Grid
 from overlap_spec.models.experts import Experts
-from overlap_spec.models.packing import has_native_products, multiplies_natively, rounded_rows
+from overlap_spec.models.packing import multiplies_natively, rounded_rows
 
 LARGEST = 127
 # Of a row of zeros: its scale must not be zero.
