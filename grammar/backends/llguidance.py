@@ -52,6 +52,9 @@ OF_LEXER, OF_STATES = "lexer error", "too many states"
 # second are not.
 STATES = (512, 4096, 32_768)
 STATE_BYTES = 768
+# The library reads names and groups inside one another by recursion. On a stack of 8 MiB, which
+# threads have, 3,900 are read, and 4,800 end the process.
+MOST_NESTED = 3_100
 # The library walks along what is forced until its lexer fails: some 4 ms for as many bytes.
 MOST_FORCED = 2**12
 T = TypeVar("T")
@@ -78,7 +81,15 @@ class LLGuidanceBackend(Backend):
         self.compile(Grammar.json_schema({"type": "string"})).matcher().fill(row)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        return self.deserialize(grammar, to_lark(lower(grammar)).text.encode())
+        lark = to_lark(lower(grammar))
+        if lark.depth > MOST_NESTED:
+            raise GrammarError(
+                f"llguidance cannot compile this {grammar.kind} grammar: {lark.depth} of its names "
+                f"and groups stand inside one another, at most {MOST_NESTED} may (a pattern that "
+                "may begin anywhere, beside a large maxLength, has three a character)",
+                grammar.kind,
+            )
+        return self.deserialize(grammar, lark.text.encode())
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
         return _Compiled(self._tokenizer, self.vocabulary, grammar.kind, data)

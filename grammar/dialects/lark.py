@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,10 +29,12 @@ class Lark:
 
     Attributes:
         text: The grammar.
+        depth: How many names and groups stand inside one another, at most.
         by_characters: Whether its lexemes are single characters; a mask then costs milliseconds.
     """
 
     text: str
+    depth: int
     by_characters: bool = False
 
 
@@ -44,7 +47,26 @@ def to_lark(syntax: Syntax) -> Lark:
         GrammarError: it is too large, or nested too deep.
     """
     lexemes = cut(syntax)
-    return Lark(_LarkWriter(lexemes).text, lexemes.by_characters)
+    depth = _depth({**lexemes.parsed, **lexemes.lexed})
+    return Lark(_LarkWriter(lexemes).text, depth, lexemes.by_characters)
+
+
+def _depth(rules: Mapping[str, Node]) -> int:
+    """Of rules read depth first, each where it is first referred to."""
+    deepest, seen = 0, set[str]()
+    pending: list[tuple[Node, int]] = [(Ref("root"), 0)] if "root" in rules else []
+    while pending:
+        node, depth = pending.pop()
+        if isinstance(node, Ref):
+            if node.name in seen:
+                continue
+            seen.add(node.name)
+            inside: tuple[Node, ...] = (rules[node.name],)
+        else:
+            inside = parts_of(node) if references(node) else ()
+        deepest = max(deepest, depth)
+        pending += [(part, depth + 1) for part in reversed(inside)]
+    return deepest
 
 
 class _LarkWriter:

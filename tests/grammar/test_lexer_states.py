@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from overlap_spec.config import EMBEDDED
-from overlap_spec.errors import GrammarFailed
+from overlap_spec.errors import GrammarError, GrammarFailed
 from overlap_spec.grammar import Grammar, GrammarCompiler, Matcher
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.contract import Backend, CompiledGrammar
@@ -40,6 +42,28 @@ def anew(compiled: CompiledGrammar, backend: Backend, tokens: list[int]) -> Matc
     matcher = backend.deserialize(Grammar.regex("a"), compiled.serialize() or b"").matcher()
     assert all(map(matcher.accept, tokens))
     return matcher
+
+
+def anywhere(most: int) -> Grammar:
+    """One name a character, each inside the one before."""
+    return Grammar.json_schema({"type": "string", "pattern": "a", "maxLength": most})
+
+
+def test_names_too_deep_for_its_stack_are_refused(backend: Backend) -> None:
+    with pytest.raises(GrammarError, match=r"3121 of its names and groups .* at most 3100"):
+        backend.compile(anywhere(1040))
+
+
+@pytest.mark.ci
+def test_names_as_deep_as_its_stack_allows_are_read_in_threads(backend: Backend) -> None:
+    def text() -> str:
+        matcher = backend.compile(anywhere(1000)).matcher()
+        rng = np.random.default_rng(0)
+        written = write(matcher, rng, 20)
+        return b"".join(matcher.vocabulary.text[token] for token in written).decode()
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(text).result().startswith('"')
 
 
 def test_texts_outlast_a_full_lexer(backend: Backend) -> None:
