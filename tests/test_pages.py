@@ -83,6 +83,7 @@ def test_fields_for_migrants_exist() -> None:
         }
 
     known = fields(ChatBody, CompletionBody, GenerateBody, AbortBody, SGLangSampling)
+    known |= ChatBody.neutral.keys()
     inside = {f"structured_outputs.{name}" for name in fields(StructuredOutputs)}
     routes = {"/generate", "/abort_request", "/tokenize", "/detokenize"}
     rows = table("migration.md", "Fields of a request")

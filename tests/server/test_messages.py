@@ -173,11 +173,14 @@ def test_tokens_are_counted_with_tools_and_system(server: Server) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages[0]: Input tag 'system'"),
+    (
+        {"messages": [{"role": "system", "content": "x"}]},
+        "messages[0]: 'system' is not supported: send 'user', 'assistant'",
+    ),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
-        "messages[0].content[0]: Input tag 'thinking' found using 'type'",
+        "messages[0].content[0]: 'thinking' is not supported: send 'text', 'tool_result'",
     ),
     ({"tool_choice": {"type": "any"}}, "tool_choice goes with tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
