@@ -36,6 +36,7 @@ from overlap_spec.grammar.lowering.shapes import (
     negated,
 )
 from overlap_spec.grammar.lowering.strings import (
+    Holding,
     any_key,
     automaton,
     found_in,
@@ -257,7 +258,7 @@ class ObjectWriter:
         if len(found) != 1 or not isinstance(found[0], Strings):
             return None
         language = string_language(found[0], self.path, escape)
-        return None if isinstance(language, Dfa) else language
+        return None if isinstance(language, Dfa | Holding) else language
 
     @cached_property
     def _predicates(self) -> tuple[Predicate, ...]:

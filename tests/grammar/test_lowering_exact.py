@@ -15,10 +15,11 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.automata.dfa import NONE, Dfa, both, from_node, neither
 from overlap_spec.grammar.automata.escape import plain
+from overlap_spec.grammar.automata.regex_ast import Node, Ref
 from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.lowering.shapes import Strings
-from overlap_spec.grammar.lowering.strings import automaton, string_language
+from overlap_spec.grammar.lowering.strings import Holding, automaton, string_language
 from tests.support.grammars import by_bytes, takes
 
 D4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
@@ -224,10 +225,55 @@ def test_a_pattern_beside_lengths_is_an_expression_of_the_same_texts(pattern: st
     for least, most in LENGTHS:
         shape = Strings(least, most, (pattern,))
         found, wanted = string_language(shape, "$", plain) or NONE, automaton(shape)
-        assert not isinstance(found, Except)
+        assert not isinstance(found, Except | Holding)
         made = found if isinstance(found, Dfa) else from_node(found)
         assert both(made, neither(wanted)).is_empty
         assert both(wanted, neither(made)).is_empty
+
+
+HOLDING = ["a", r"\S", "[^a]", r".*\S.*", r"[\s\S]", "x|[y-\U0001f600]"]
+
+
+@pytest.mark.parametrize("pattern", HOLDING)
+def test_a_character_anywhere_beside_lengths_is_rules_of_the_same_texts(pattern: str) -> None:
+    for least, most in [(0, 1), (1, 1), (0, 2), (0, 5), (2, 2), (2, 9), (5, 6), (9, 9), (0, 30)]:
+        shape = Strings(least, most, (pattern,))
+        found, wanted = string_language(shape, "$", plain), automaton(shape)
+        assert isinstance(found, Holding)
+        # Each rule stands for itself here.
+        made = from_node(found.written(lambda body: body, plain))
+        assert both(made, neither(wanted)).is_empty
+        assert both(wanted, neither(made)).is_empty
+
+
+def test_a_large_bound_takes_few_rules() -> None:
+    rules = list[Node]()
+    found = string_language(Strings(3, 100_000, (r"\S",)), "$", plain)
+    assert isinstance(found, Holding)
+    found.written(lambda body: rules.append(body) or Ref(f"r{len(rules)}"), plain)
+    assert len(rules) < 100
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize(("least", "most"), [(0, 300), (7, 300), (0, 40_000)])
+def test_a_character_anywhere_beside_large_bounds(backend: str, least: int, most: int) -> None:
+    schema = {"type": "string", "pattern": r"\S", "minLength": least, "maxLength": most}
+    compiled = by_bytes(backend).compile(Grammar.json_schema(schema))
+    texts = [
+        "",
+        "x",
+        " " * 6 + "x",
+        " " * 7,
+        "\u2028" * 6 + '"',
+        "\\ \U0001f600\n",
+        " " * 299 + "x",
+    ]
+    texts += [" " * 300 + "x", "x" * 300, "x" * 301, " " * 150 + "x" * 150, " " * 300]
+    for text in texts:
+        valid = Draft202012Validator(schema).is_valid(text)
+        assert takes(compiled, json.dumps(text, ensure_ascii=False)) == valid, text
+    # Behind the one that is asked for, a character has each form that JSON allows.
+    assert takes(compiled, f'"{" " * 9}x\\u0061"')
 
 
 @pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
