@@ -3,7 +3,8 @@
 A benchmark takes ``--quick``, ``--json PATH`` and ``--seed``, shows its progress and tables, and
 ends with one JSON line on standard output, the record. ``--json`` writes the record to PATH, and
 every raw sample as a line of JSON beside it as it comes (``out.json`` → ``out.samples.jsonl``).
-A record's own fields are made of its samples alone, by the benchmark's ``summary``.
+A record's own fields are made of its samples alone, by the benchmark's ``summary``
+where it has one.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def read_jsonl(path: Path, make: Callable[[Any], T], flag: str = "--data") -> li
         lines = path.read_text(encoding="utf-8").splitlines()
         return [make(json.loads(line)) for line in lines if line.strip()]
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{flag} {path.name} has no such rows: {error!r}") from None
+        raise ConfigError(f"{flag} {path.name}: a row cannot be read: {error!r}") from None
 
 
 class Run:

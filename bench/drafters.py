@@ -12,7 +12,7 @@ again; GSM8K questions and the first turns of Spec-Bench, from the files given (
 skipped, which the record says); and a document that repeats itself, to be said again. Each drafter
 is measured in the rows of :data:`ROWS`: as a chain and as a tree, greedy, and as a chain with
 sampling at temperature 1. Each ``--by-hand NAME=VALUE,…`` (``adaptive=auto``, ``overlap=none``)
-adds the greedy rows with these engine settings.
+adds the greedy rows with these engine settings, which what it is over has too.
 
 Drafter and plain decoding take turns, workload by workload, and the one that begins changes with
 every repetition; ratios are of such pairs. A pass goes first that is not counted. Lengths are
@@ -232,6 +232,9 @@ def run_model(
     target = {key: value for key, value in weights.items() if key != "draft"}
     folders, skipped = checkpoints(options, weights), dict[str, str]()
     names, rows = options.only or drafter_names(), rows_of(options.by_hand)
+    for how in rows.values():
+        # A setting that is wrong is told before the first row.
+        EngineConfig.build(**{**target, **common, **how.engine, **LEARNING})
 
     def engine_of(drafter: str, how: Row) -> Engine:
         folder = folders.get(drafter.rpartition(",")[2])

@@ -43,7 +43,7 @@ def open_cases() -> list[Case]:
         types = {name: {"type": JSON_TYPES[type(v)]} for name, v in row["answer"].items()}
         return Case(row["prompt"], object_schema(types), row["answer"], f"open:{row['domain']}")
 
-    return read_jsonl(OPEN, case)
+    return read_jsonl(OPEN, case, "the cases,")
 
 
 def accept_length(outputs: Sequence[Output]) -> float:

@@ -14,10 +14,10 @@ Fields of the last line, beside those of every record (``bench.common``):
         (constrained over unconstrained, chunk by chunk: of a token, which accept lengths move
         too, and of a step), and ``constrained`` and ``unconstrained``, each with the figures of
         ``bench.backends.base.figures`` and ``step_ms``, ``valid_share`` (of those that ended by
-        themselves), ``valid_of_all``, ``objects`` (share of all that are JSON objects),
-        ``exact_keys`` (share of all whose top-level keys are those of the row's instance). The
-        schema is not in the prompt. Constrained also: ``grammar_ms_per_step`` (accepting and
-        masks), ``exposed_ms_per_step``, ``hidden_fraction``.
+        themselves), ``valid_of_all``, ``exact_keys`` (share of all whose top-level keys are those
+        of the row's instance). The schema is not in the prompt. Constrained also:
+        ``grammar_ms_per_step`` (accepting and masks), ``exposed_ms_per_step``,
+        ``hidden_fraction``.
     equal: Share of rows with the same constrained text on all backends.
     refusals: Backend → row → why.
     rows, compared, parallel.

@@ -73,7 +73,7 @@ class CompletionBody(OpenAIBody):
         "messages": "send prompt, or ask /v1/chat/completions",
         "max_completion_tokens": "send max_tokens",
         "top_logprobs": "send logprobs with their number",
-        "suffix": "nothing is filled in before a text that is there: send the prompt alone",
+        "suffix": "text is only written behind the prompt: send that alone",
     }
     neutral: ClassVar[Mapping[str, Any]] = {**OpenAIBody.neutral, "suffix": ""}
 

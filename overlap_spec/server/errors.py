@@ -208,8 +208,11 @@ def from_validation(error: RequestValidationError) -> ApiError:
     where, item = max(found, key=_fit)
     own = item.get("ctx", {}).get("error")
     if isinstance(own, InvalidRequest):
-        param = ".".join(part for part in (where, own.param) if part)
-        return ApiError(400, str(own), param or None)
+        if own.param:
+            where = _where(
+                {**item, "loc": (*item["loc"], own.param), "type": "missing"}, error.body
+            )
+        return ApiError(400, str(own), where or None)
     if item["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {item['ctx']['error']}")
     return ApiError(400, _message(item, where), where or None)
@@ -233,7 +236,8 @@ def _message(item: Any, where: str) -> str:
         case "none_required":
             return "is not supported: leave it out, or send null"
         case "literal_error" | "union_tag_invalid":
-            given = repr(context.get("tag", item["input"]))
+            found = context.get("tag", item["input"])
+            given = repr(found) if isinstance(found, str) else msgspec.json.encode(found).decode()
             allowed = context.get("expected") or context["expected_tags"]
             return f"{cut(given, LONGEST_VALUE)} is not supported: send {allowed}"
     return str(item["msg"]).replace(" after validation", "")
@@ -258,11 +262,16 @@ def place(loc: tuple[int | str, ...], body: Any, missing: bool) -> str:
     """A path such as ``messages[0].content`` from pydantic's location.
 
     Parts that are not in the body are pydantic's names of union members, and are left out, except
-    for the last part if that is the ``missing`` field itself.
+    for the last part if that is the ``missing`` field itself. So are those before a field of an
+    object whose type they are.
     """
     path = ""
     for index, part in enumerate(loc):
         last = missing and index == len(loc) - 1
+        if isinstance(body, dict) and part == body.get("type") and index + 1 < len(loc):
+            after, at_end = loc[index + 1], missing and index == len(loc) - 2
+            if at_end or after in body:
+                continue
         if isinstance(body, list) and isinstance(part, int):
             path += f"[{part}]"
             body = body[part] if part < len(body) else None

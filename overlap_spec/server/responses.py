@@ -303,6 +303,7 @@ class ResponsesBody(ChatFields, Unused):
     }
     neutral: ClassVar[Mapping[str, Any]] = {
         "background": False,
+        "n": 1,
         "store": False,
         "truncation": "disabled",
     }

@@ -52,6 +52,8 @@ from overlap_spec.types import Delta, Output, Request, SamplingParams
 # Above this (characters, tokens and log-probabilities together), an event has to add this part.
 SMALL_OUTPUT = 8192
 LEAST_GROWTH = 1 / 16
+# Of fields that the engine knows by others.
+SGLANG_NAMES = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
 
 
 class SGLangSampling(Sampling, Constraint):
@@ -114,8 +116,9 @@ class GenerateBody(Body):
         "messages": "ask /v1/chat/completions",
         **dict.fromkeys(IN_PARAMS, "send it in sampling_params"),
         "token_ids_logprob": "send top_logprobs_num",
-        **dict.fromkeys(("image_data", "video_data", "audio_data"), "the model reads texts alone"),
-        "modalities": "the answer is a text",
+        **dict.fromkeys(
+            ("image_data", "video_data", "audio_data", "modalities"), "the model reads texts alone"
+        ),
         "return_hidden_states": "hidden states do not leave the engine",
         "custom_logit_processor": "there are no custom processors: send logit_bias or a constraint",
         "priority": "send it to /v1/completions",
@@ -207,8 +210,9 @@ async def _prepare(
                 prompt, grammar, given.sampling(top), raw=True, cache_salt=salt
             )
         except InvalidRequest as error:
-            if error.param in SGLangSampling.known:
-                error.param = f"sampling_params.{error.param}"
+            name = SGLANG_NAMES.get(error.param or "", error.param)
+            if name in SGLangSampling.known:
+                error.param = f"sampling_params.{name}"
             raise
         await asyncio.sleep(0)
         requests += fan_out([request], given.n or 1)

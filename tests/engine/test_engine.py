@@ -342,6 +342,7 @@ def test_greedy_text_is_the_same_under_every_policy(tiny: dict[str, str], name: 
         want = plain.generate(["a", "bc"], [None, Grammar.json_object()], sampling)
         got = engine.generate(["a", "bc"], [None, Grammar.json_object()], sampling)
         switches = engine.snapshot()["speculation"]["switches"]
+        assert engine.core.scheduler.allocator.in_use == 0
     assert [g.token_ids for g in got] == [w.token_ids for w in want]
     # A random head is always wrong: every adaptive policy gives its long drafts up.
     assert (switches > 0) == (name not in ("static", "off"))

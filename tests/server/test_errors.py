@@ -166,7 +166,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (TEXT, {}, "prompt", "required"),
     (TEXT, {"prompt": [9999]}, "prompt", "outside the vocabulary"),
     (TEXT, {"prompt": ["a"] * 200}, "n", "max_choices"),
-    (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", "send the prompt alone"),
+    (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", "send that alone"),
     (TEXT, {"messages": HI, "prompt": "a"}, "messages", "/v1/chat/completions"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", '["text"] is taken'),
     (CHAT, {"moderation": {"model": "x"}}, "moderation", "no moderation"),
@@ -189,7 +189,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (
         RESPONSES,
         {"input": "x", "text": {"format": {"type": "json_schema", "json_schema": {}}}},
-        "text.format.json_schema.json_schema",
+        "text.format.json_schema",
         "beside the type",
     ),
     (
