@@ -29,7 +29,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Shape,
     Strings,
 )
-from overlap_spec.grammar.lowering.strings import Holding, string_language
+from overlap_spec.grammar.lowering.strings import string_language
 from overlap_spec.grammar.schemas.source import json_path
 
 _BREAK = repeat(literal("\n"), 0, 1)
@@ -166,8 +166,6 @@ class _Elements:
             return free_text(self.rules, {end: EMPTY}, may_end=False)
         kept = replace(shape, without=(*shape.without, re.escape(end)))
         language = string_language(kept, path, plain)
-        # Not of a shape that leaves texts out.
-        assert not isinstance(language, Holding)
         return None if language is None else sequence(self.rules.token(language), literal(end))
 
     def _items(self, shape: Shape, path: str) -> Node | None:

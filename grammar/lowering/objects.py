@@ -16,7 +16,7 @@ from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
 from overlap_spec.grammar.automata.escape import Escape, in_json, once_in_json
 from overlap_spec.grammar.automata.regex import Pattern
 from overlap_spec.grammar.automata.regex_ast import Node, Repetition
-from overlap_spec.grammar.ir.rules import Rules, choice, literal, sequence
+from overlap_spec.grammar.ir.rules import Holding, Rules, choice, literal, sequence
 from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.any_order import Orders
@@ -36,7 +36,6 @@ from overlap_spec.grammar.lowering.shapes import (
     negated,
 )
 from overlap_spec.grammar.lowering.strings import (
-    Holding,
     any_key,
     automaton,
     found_in,

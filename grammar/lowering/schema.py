@@ -16,7 +16,7 @@ from overlap_spec.grammar.automata.escape import in_json, once_in_json
 from overlap_spec.grammar.automata.regex_ast import Node
 from overlap_spec.grammar.distinct.plan import DistinctPlan
 from overlap_spec.grammar.distinct.text import Node as WatchedNode
-from overlap_spec.grammar.ir.rules import Rules, choice, literal, sequence
+from overlap_spec.grammar.ir.rules import Rules, choice, literal
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.any_order import Orders
 from overlap_spec.grammar.lowering.arrays import ArrayWriter, fixed_items
@@ -34,7 +34,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Strings,
     Unsupported,
 )
-from overlap_spec.grammar.lowering.strings import Holding, string_language
+from overlap_spec.grammar.lowering.strings import string_language
 from overlap_spec.grammar.lowering.values import Once, Values
 
 _DEEPEST = 200
@@ -162,9 +162,6 @@ class SchemaLowering:
         elif isinstance(shape, Strings):
             escape = in_json if once is Once.NO else once_in_json
             language = string_language(shape, path, escape)
-            if isinstance(language, Holding):
-                inside = language.written(self.rules.add, escape)
-                return [sequence(literal('"'), inside, literal('"'))]
             found = None if language is None else self.rules.quoted(language, escape)
         else:
             found = self._number(shape, path, once)

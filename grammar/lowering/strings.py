@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
 
 from overlap_spec.grammar.automata import dfa
-from overlap_spec.grammar.automata.charset import ALL, Ranges, negate, union
+from overlap_spec.grammar.automata.charset import ALL, Ranges
 from overlap_spec.grammar.automata.dfa import Dfa, TooLargeError
 from overlap_spec.grammar.automata.escape import ANY_TEXT, Escape, in_json, plain
 from overlap_spec.grammar.automata.regex import Pattern
@@ -22,7 +22,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     mapped,
     parts_of,
 )
-from overlap_spec.grammar.ir.rules import choice, repeat, sequence
+from overlap_spec.grammar.ir.rules import Holding
 from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.shapes import Strings
@@ -30,62 +30,6 @@ from overlap_spec.grammar.schemas import formats
 
 # Turns of a repetition, and alternatives of a pattern, up to which each is spelt out.
 _FEW_TURNS, _MOST_WAYS = 3, 32
-
-
-@dataclass(frozen=True)
-class Holding:
-    """Texts of `least` to `most` characters, of which one at least is among `members`.
-
-    An automaton has two states for each length. Rules have halves: either the first half of a text
-    holds one, or it does not and the rest does. So some rules for each power of two are enough.
-    """
-
-    members: Ranges
-    least: int
-    most: int
-
-    @classmethod
-    def of(cls, found: Dfa, least: int, most: int) -> Holding | None:
-        """Texts of an automaton that have so many characters; None where it asks for more."""
-        if found.final != (False, True) or found.targets(1) != {1: ALL}:
-            return None
-        here = found.targets(0)
-        every = union(here.values()) == ALL
-        return cls(here[1], max(1, least), most) if every and most >= max(1, least) else None
-
-    def written(self, add: Callable[[Node], Node], escape: Escape) -> Node:
-        """The texts, over rules that `add` makes; `escape` writes some of the members."""
-        inside, outside, any_one = map(escape, (self.members, negate(self.members), ALL))
-        assert inside is not None
-        assert any_one is not None
-
-        def split(half: int, first: Node, more: tuple[int, int], rest: Node | None) -> list[Node]:
-            ways = [sequence(first, repeat(any_one, *more))]
-            if outside is not None and rest is not None:
-                ways.append(sequence(repeat(outside, half, half), rest))
-            return ways
-
-        @cache
-        def exactly(count: int) -> Node:
-            if count == 1:
-                return inside
-            half = count // 2
-            rest = count - half
-            return add(choice(split(half, exactly(half), (rest, rest), exactly(rest))))
-
-        @cache
-        def at_most(count: int) -> Node:
-            if count == 1:
-                return inside
-            half = count // 2
-            ways = split(half, exactly(half), (0, count - half), at_most(count - half))
-            return add(choice([*ways, at_most(half - 1)] if half > 1 else ways))
-
-        if self.least == 1:
-            return at_most(self.most)
-        more = self.most - self.least
-        rest = at_most(more) if more else None
-        return choice(split(self.least, exactly(self.least), (0, more), rest))
 
 
 def string_language(

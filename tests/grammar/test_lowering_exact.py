@@ -16,10 +16,11 @@ from overlap_spec.grammar import Grammar
 from overlap_spec.grammar.automata.dfa import NONE, Dfa, both, from_node, neither
 from overlap_spec.grammar.automata.escape import plain
 from overlap_spec.grammar.automata.regex_ast import Node, Ref
+from overlap_spec.grammar.ir.rules import Holding
 from overlap_spec.grammar.ir.tokens import Except
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.lowering.shapes import Strings
-from overlap_spec.grammar.lowering.strings import Holding, automaton, string_language
+from overlap_spec.grammar.lowering.strings import automaton, string_language
 from tests.support.grammars import by_bytes, takes
 
 D4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
