@@ -68,7 +68,9 @@ def state(runner: ModelRunner) -> list[Tensor]:
 
 def close(mine: list[Tensor], theirs: list[Tensor]) -> None:
     for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+        # A GPU's products of other shapes add in another order.
+        bound = 1e-5 if a.device.type == "cpu" else 1e-4
+        torch.testing.assert_close(a, b, atol=bound, rtol=bound)
 
 
 def tier_of(engine: Engine) -> Tier:
