@@ -35,6 +35,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -356,7 +357,11 @@ def write_parts(parts: Sequence[Part], folder: Path) -> None:
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         name = name if len(shards) > 1 else "model.safetensors"
         where |= dict.fromkeys([part.name for part in shard], name)
-        save_file({part.name: part.make() for part in shard}, folder / name, {"format": "pt"})
+        # Each has random numbers of its own.
+        with ThreadPoolExecutor() as pool:
+            made = pool.map(lambda part: part.make(), shard)
+            tensors = {part.name: tensor for part, tensor in zip(shard, made, strict=True)}
+        save_file(tensors, folder / name, {"format": "pt"})
     if len(shards) > 1:
         total = sum(part.bytes for part in parts)
         index = {"metadata": {"total_size": total}, "weight_map": where}
