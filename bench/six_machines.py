@@ -1,13 +1,14 @@
 """``auto`` on six simulated machines: how near it stays to the best fixed tier of each phase.
 
-``python -m bench.six_machines [--quick] [--json PATH] [--seed S] [--policy NAME] [--verifies N]``
-runs no model. A machine is a formula for a step's time, with deviations of its own by tier and
-batch that no formula tells; a text is how often a draft of each depth is accepted, and what a tree
-saves of what a chain is refused. Every machine lives through all texts at batches of 1 to 64, in an
-order drawn by the seed, with nothing between them but new requests: that is how text, batch and
-grammar change in a server. Requests differ around their text. The policy is told coin flips and
-noisy times; what it comes to, and what each fixed tier would come to over the same requests, is
-told in expectation.
+``python -m bench.six_machines [--quick] [--json PATH] [--seed S] [--policy NAME] [--verifies N]
+[--batches 1,4] [--at-once]`` runs no model. A machine is a formula for a step's time, with
+deviations of its own by tier and batch that no formula tells; a text is how often a draft of each
+depth is accepted, and what a tree saves of what a chain is refused. Every machine lives through all
+texts at batches of 1 to 64, in an order drawn by the seed, with nothing between them but new
+requests: that is how text, batch and grammar change in a server. Requests differ around their text.
+The policy is told coin flips and noisy times; what it comes to, and what each fixed tier would come
+to over the same requests, is told in expectation. ``--at-once``: requests come with the start, when
+three points are all that was measured.
 
 Fields of the last line, beside those of every record (``bench.common``):
     machines: Name → ``worst``, ``mean``, ``whole`` (of the best fixed tier's rate: the least phase,
@@ -28,8 +29,8 @@ from operator import mul
 from random import Random
 from typing import Any
 
-from bench.common import Run, flags, mean
-from overlap_spec.engine.start_up import fit_times, tier_points
+from bench.common import Run, flags, mean, sizes
+from overlap_spec.engine.start_up import fit_times, startup_fit, startup_points, tier_points
 from overlap_spec.speculation.cost import PROFILE_SPREAD, CostModel, shape_of
 from overlap_spec.speculation.policy import (
     LengthPolicy,
@@ -188,8 +189,13 @@ def live(
     phases: Sequence[tuple[str, int]],
     verifies: int,
     seed: int,
+    at_once: bool = False,
 ) -> Lived:
-    """Let a policy plan every verify of a machine's life; it is calibrated before."""
+    """Let a policy plan every verify of a machine's life; it is calibrated before.
+
+    Args:
+        at_once: The first request comes with the start: no tiers were measured before it.
+    """
     rng, numbers = Random(f"life {seed}"), iter(range(10**9))
     own: dict[tuple[Tier, int], float] = {}
 
@@ -203,14 +209,17 @@ def live(
 
     def measured() -> Iterator[PassTimes]:
         tiers, launch = policy.tiers, Tier(5, 1, 6)
-        for point in list(tier_points(tiers, launch, max(BATCHES)))[:POINTS]:
+        points = list(tier_points(tiers, launch, max(BATCHES)))[:POINTS]
+        for point in startup_points(launch, tiers) if at_once else points:
             draft_ms = machine.cost.draft_ms(point.batch, point.tier.steps, point.tier.top_k, 0)
             view = StepView(tuple(RequestView(n, 0) for n in range(point.batch)))
             whole_ms = step_ms(Budget(point.tier), view)
             noises = (exp(rng.gauss(0.0, MEASURED)) for _ in range(2))
             yield PassTimes(point, draft_ms * next(noises), (whole_ms - draft_ms) * next(noises))
 
-    if policy.weighs_cost:
+    if policy.weighs_cost and at_once:
+        policy.calibrate(*startup_fit(list(measured())))
+    elif policy.weighs_cost:
         model = fit_times(list(measured()), "start-up fit")
         policy.calibrate(model, max(PROFILE_SPREAD, model.error or 0.0))
     budgets = {tier: Budget(tier) for tier in policy.tiers}
@@ -272,6 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = flags("six_machines", "Adaptive draft lengths on simulated machines.")
     parser.add_argument("--policy", default="auto", help="as --adaptive takes it (default auto)")
     parser.add_argument("--verifies", type=int, help="of a phase (default 300, quick 120)")
+    parser.add_argument("--batches", type=sizes, default=BATCHES, help="default 1,4,16,64")
+    parser.add_argument("--at-once", action="store_true", help="the first request comes at once")
     options = parser.parse_args(arguments)
     run = Run("six_machines", options, arguments)
     verifies = options.verifies or (QUICK_VERIFIES if options.quick else VERIFIES)
@@ -279,7 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with run.progress() as progress:
         for name in progress.track(MACHINES, description="machines"):
             policy = load_policy(options.policy, 5, 1, None)
-            lived = live(policy, MACHINES[name], phases_of(options.seed), verifies, options.seed)
+            phases, seed = phases_of(options.seed, options.batches), options.seed
+            lived = live(policy, MACHINES[name], phases, verifies, seed, options.at_once)
             for phase in lived.phases:
                 run.sample(machine=name, **phase)
             found[name] = lived.figures()

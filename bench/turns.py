@@ -94,7 +94,7 @@ def install(engine: Engine, policies: Mapping[str, LengthPolicy]) -> Turns:
     if core.worker.traits.stops_drafts and not core.budgets.widens:
         turns.let_stop()
     launch = nearest_tier(core.config, turns.tiers)
-    turns.calibrate(*cost_model(core.config, core.worker, launch, 0.0))
+    turns.calibrate(*cost_model(core.config, core.worker, launch, turns.tiers, 0.0))
     while engine.prepare_next():
         pass
     return turns

@@ -58,7 +58,7 @@ def warm_up(core: EngineCore, chunk_tokens: int, load_s: float) -> None:
         worker.do(run_once, batches(config, policy, taken), chunk_tokens)
         worker.rest()
     if policy.weighs_cost:
-        policy.calibrate(*cost_model(config, worker, nearest_tier(config, tiers), load_s))
+        policy.calibrate(*cost_model(config, worker, nearest_tier(config, tiers), tiers, load_s))
     worker.do(prepare, policy.choose(StepView((RequestView(0, 1),))).tier)
 
 
@@ -101,12 +101,12 @@ def preparation(core: EngineCore) -> Iterator[bool]:
 
 
 def cost_model(
-    config: EngineConfig, worker: Worker, launch: Tier, load_s: float
+    config: EngineConfig, worker: Worker, launch: Tier, tiers: Sequence[Tier], load_s: float
 ) -> tuple[CostModel, float]:
     """The cost model to start with, and the standard deviation of its coefficients' logarithms.
 
     Args:
-        launch: The tier that is measured. On a CPU its recording is good for all batches.
+        launch, tiers: As for :func:`startup_points`.
         load_s: Seconds that the worker took to load.
     """
     known = load_profile(machine_key(config))
@@ -115,7 +115,7 @@ def cost_model(
     try:
         rows = config.max_running_requests
         more = [Point(launch, batch) for batch in STARTUP_MORE_BATCHES if batch <= rows]
-        points = [Point(launch, batch) for batch in STARTUP_BATCHES]
+        points = startup_points(launch, tiers)
         times = measure(worker, points, math.inf)
         limit_s = min(max(STARTUP_SHARE * load_s, STARTUP_LEAST_S), STARTUP_MOST_S)
         # Again: what a machine does besides lasts, and should slow no point more than another.
@@ -164,6 +164,14 @@ def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> Iterator[Poin
     points += [Point(tier, 1) for tier in tiers]
     points += [Point(tier, batch) for batch in batches for tier in some]
     return iter(dict.fromkeys(points))
+
+
+def startup_points(launch: Tier, tiers: Sequence[Tier]) -> list[Point]:
+    """What is measured at every start: the launch tier, whose recording is good for all batches on
+    a CPU; and the shallowest, as reading the weights bounds a pass over few rows, and larger ones
+    tell nothing of that."""
+    points = [Point(launch, batch) for batch in STARTUP_BATCHES]
+    return [*points, Point(min(tiers, key=lambda tier: tier.steps), 1)]
 
 
 def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:

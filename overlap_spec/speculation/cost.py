@@ -206,7 +206,7 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
         bent[:, 3] = np.maximum(0.0, np.array([v.nodes for v in verifies]) - at)
         found = nonnegative(bent / wanted[:, None], np.ones(len(wanted)))
         bent_error = _squares(bent @ found, wanted)
-        if bent_error < error * KNEE_GAIN and len(wanted) > 4:
+        if bent_error < error * KNEE_GAIN:
             best, knee, error = found, at, bent_error
     if not varies[0]:
         best[1] = unit * ASSUMED.verify_node

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from overlap_spec.engine.start_up import fit_times, startup_fit, tier_points
+from overlap_spec.engine.start_up import fit_times, startup_fit, startup_points, tier_points
 from overlap_spec.speculation.cost import (
     ASSUMED,
     ASSUMED_SPREAD,
@@ -257,3 +257,20 @@ def test_too_few_points_at_start_tell_the_unit_alone() -> None:
     model, spread = startup_fit(times)
     assert spread == STARTUP_SPREAD
     assert model.draft == pytest.approx(MODEL.draft, rel=0.01)
+
+
+def test_what_a_start_measures_tells_a_pass_over_few_rows() -> None:
+    """Reading the weights bounds it: what larger passes take, drawn through, would say a fourth."""
+    machine = CostModel(43.0, 1.0, 0.0, 1.4, 0.1, 0.0, knee_nodes=4, knee_node=8.0)
+    off, chain = Tier(0, 1, 1), Tier(5, 1, 6)
+    times = [
+        PassTimes(
+            point,
+            machine.draft_ms(point.batch, point.tier.steps, 1, 0),
+            machine.verify_ms(point.batch * point.tier.nodes, 0),
+        )
+        for point in startup_points(chain, (off, chain))
+    ]
+    model, _ = startup_fit(times)
+    for rows in (1, 2, 3, 4, 6, 8, 24):
+        assert model.verify_ms(rows, 0) == pytest.approx(machine.verify_ms(rows, 0), rel=0.25), rows
