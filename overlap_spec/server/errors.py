@@ -183,7 +183,8 @@ def add_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             message = "there is no such route"
         elif error.status_code == 405:
-            message = f"the route does not take {request.method}: send {headers.get('Allow')}"
+            asked = f"{request.method} {request.url.path}"
+            message = f"there is no {asked}: this path takes {headers.get('Allow')}"
         response = error_response(ApiError(error.status_code, message), request.url.path)
         response.headers.update(headers)
         return response
@@ -222,8 +223,6 @@ def _message(item: Any, where: str) -> str:
     """What one of pydantic's errors says to a client, which knows nothing of Python."""
     context = item.get("ctx", {})
     match item["type"]:
-        case "extra_forbidden":
-            return "unknown field"
         case "missing":
             return "the field is required" if where else "the body must be a JSON object"
         case "model_attributes_type" | "model_type" if not where:

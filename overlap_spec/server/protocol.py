@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
@@ -34,6 +35,8 @@ Item = TypeVar("Item")
 # Stops at its first wrong item: an error for each of a million items takes a minute.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 MOST_ENTRIES = 4096
+# Of an unknown field's name: what is compared with those that are known, and how like one it must be.
+LONGEST_NAME, ALIKE = 64, 0.8
 # What a client calls itself or a request. Replies repeat some of these, once a choice.
 Label = Annotated[str, Field(max_length=256)]
 
@@ -112,9 +115,11 @@ class Strict(BaseModel):
         for name in data:
             if name in cls.refused:
                 raise InvalidRequest(f"{name} is not supported: {cls._why(name)}", name)
-            if len(data) > len(cls.known) and name not in cls.known:
+            if name not in cls.known:
                 # Here and not by pydantic, which makes an error of each unknown field.
-                raise InvalidRequest("unknown field", name)
+                meant = get_close_matches(name[:LONGEST_NAME], cls.known, 1, ALIKE)
+                said = f"unknown field: did you mean {meant[0]}?" if meant else "unknown field"
+                raise InvalidRequest(said, name)
         return data
 
     @classmethod

@@ -211,6 +211,8 @@ async def _prepare(
             )
         except InvalidRequest as error:
             name = SGLANG_NAMES.get(error.param or "", error.param)
+            if name == "min_tokens" and given.min_tokens is None:
+                name = "min_new_tokens"
             if name in SGLangSampling.known:
                 error.param = f"sampling_params.{name}"
             raise

@@ -42,7 +42,7 @@ def test_a_head_is_a_get_without_its_body() -> None:
     refused = httpx.head(server.url + "/generate")
     assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
     message = server.get("/generate").json()["error"]["message"]
-    assert message == "the route does not take GET: send POST"
+    assert message == "there is no GET /generate: this path takes POST"
 
 
 def test_the_reference_page_shows_the_document() -> None:
