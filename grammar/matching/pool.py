@@ -6,6 +6,10 @@ step's drafts. What a request cannot go on without is waited for, since a machin
 work is slow as well. A call that does not return at all is abandoned after a much longer time, and
 its request ends with an error. A matcher is quarantined (not used) until its call returns. The
 engine combines the spans into `grammar_ms`, their wall-clock union.
+
+Calls that take a part of a millisecond are faster in one thread than in many: more than half of
+each is Python's work, which never runs side by side, and threads that want the interpreter make
+each other wait. So one thread makes them all, and others are woken once none returns for a while.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ from overlap_spec.errors import RequestFailed
 from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.drafting.forced import NO_OPENINGS, ForcedRuns
 from overlap_spec.grammar.drafting.guesses import Guesses
+
+# What calls that are worth a thread of their own take, at least.
+LONG_S = 0.0005
 
 
 class MatcherCall(ABC):
@@ -185,8 +192,9 @@ class MatcherPool:
         self._lock = threading.Lock()
         # A call to take; a batch to return.
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
-        # Calls of the batch under way that have neither returned nor were abandoned.
-        self._pending = 0
+        # Calls of the batch under way that have neither returned nor were abandoned; threads that
+        # are woken for it.
+        self._pending, self._awake = 0, 1
         self._queue: deque[MatcherCall] = deque()
         self._latest: dict[int, MatcherCall] = {}
         self._scratch: dict[int, Row] = {}
@@ -216,7 +224,8 @@ class MatcherPool:
         with self._lock:
             self._pending = len(calls)
             self._queue.extend(calls)
-            self._work.notify(len(calls))
+            self._work.notify(self._awake)
+            self._awake = max(1, self._awake - 1)
             self._wait(calls)
 
     def guesses(self, request_id: int) -> Guesses:
@@ -270,8 +279,18 @@ class MatcherPool:
                 # Past the deadline the root's row may be ready at any time.
                 left = self._deadline_ns - took
                 rest = min(rest, left if left > 0 else self._deadline_ns // 4)
-            if self._pending:
-                self._done.wait(rest / 1e9)
+            self._wait_for_a_call(rest / 1e9)
+
+    def _wait_for_a_call(self, most_s: float) -> None:
+        """Wait until all calls have returned, or for a time; where none returns for long, wake
+        twice as many threads, and as many for the next batch, less one."""
+        end = time.perf_counter() + most_s
+        while self._pending and (left_s := end - time.perf_counter()) > 0:
+            before = self._pending
+            self._done.wait(min(left_s, LONG_S) if self._queue else left_s)
+            if self._queue and self._pending == before:
+                self._work.notify(self._awake)
+                self._awake = min(2 * self._awake, self.threads)
 
     def _abandon(self, call: MatcherCall) -> None:
         call.abandoned, call.end_ns = True, time.perf_counter_ns()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,6 +24,7 @@ from overlap_spec.grammar import compile as compile_module
 from overlap_spec.grammar.backends.xgrammar import XGrammarBackend
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
 from overlap_spec.grammar.isolation.limits import CompileFailure
+from overlap_spec.grammar.matching import pool as pool_module
 
 VOCABULARY = Vocabulary((b"a", b"b", b""), 3, (2,))
 
@@ -155,6 +157,35 @@ def test_a_fault_in_one_request_stays_there(threads: int) -> None:
         assert all(r.start_ns <= r.end_ns for r in results)
     assert buffer[:, 0].tolist() == [0b110, 0, 0b110]
     assert (runs == -1).all()
+
+
+class Timed(AcceptItem):
+    """A call of ten milliseconds, which returns once all of ``others`` are under way."""
+
+    def __init__(self, number: int, others: threading.Barrier | None) -> None:
+        compiled = XGrammarBackend(VOCABULARY).compile(Grammar.regex("a"))
+        super().__init__(number, compiled.matcher(), ())
+        self._others = others
+
+    def work(self) -> None:
+        time.sleep(0.01)
+        if self._others is not None:
+            self._others.wait(10)
+
+
+@pytest.mark.parametrize("long_s", [0.0005, 60.0])
+def test_calls_that_take_long_wake_more_threads(
+    long_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short ones are slower in several: Python's own work does not run side by side."""
+    monkeypatch.setattr(pool_module, "LONG_S", long_s)
+    with MatcherPool(4) as pool:
+        for _ in range(2):
+            others = threading.Barrier(4) if long_s < 1 else None
+            calls = [Timed(number, others) for number in range(4)]
+            pool.run(calls)
+            assert [call.error for call in calls] == [None] * 4
+            assert len({call.runner for call in calls}) == (4 if others else 1)
 
 
 @pytest.mark.parametrize("threads", [0, 1])
