@@ -202,6 +202,24 @@ def test_random_trees_over_every_remainder(name: str, remainder: int) -> None:
         check_tree(name, size, grammar, fed, random_tree(rng, size))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_random_chains_of_legal_tokens_and_others(name: str, seed: int) -> None:
+    size, rng = 41, random.Random(seed)
+    for grammar in GRAMMARS:
+        if (name, grammar) in REFUSED:
+            continue
+        matcher, chain = start(name, size, grammar, []), [0]
+        for _ in range(rng.randint(1, 7)):
+            texts = [t for t in legal(matcher) if t not in STOPS]
+            if texts and rng.random() < 0.9:
+                chain.append(rng.choice(texts))
+                assert matcher.accept(chain[-1])
+            else:
+                chain.append(rng.choice([0, 1, *STOPS, SPECIAL, size]))
+        links = [*range(1, len(chain)), NONE]
+        check_tree(name, size, grammar, [], (chain, links, [NONE] * len(chain)))
+
+
 def random_tree(rng: random.Random, size: int):
     nodes = rng.randint(1, 8)
     first, sibling = [NONE] * nodes, [NONE] * nodes
