@@ -37,7 +37,7 @@ class MarginalDrafter(FusingDrafter):
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:
         logits = self.logits(self.depths(roots, tier.steps).flatten(0, 1))
-        return Marginals(self, roots, logits, tier.steps, tier.top_k).trees(roots, tier)
+        return Marginals(self, roots, logits, tier.steps, tier.top_k).draft(roots, tier)
 
 
 class Marginals(Growth):

@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
-
-import numpy as np
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import HostDraft
@@ -73,10 +70,6 @@ class NgramTable:
             yield at
             at = self._link[at] if self._keep_all else -1
 
-    def drop(self, key: int) -> None:
-        """Forget an n-gram."""
-        del self.entry[key]
-
     @property
     def bytes(self) -> int:
         """Memory that it takes."""
@@ -115,7 +108,7 @@ class NgramIndex:
                 key += text[at - size] * base
                 base *= vocab_size
                 if not self._keep_all and self._room(table, key) < len(tokens) - index:
-                    table.drop(key)
+                    del table.entry[key]
                 table.add(key, at)
             text.append(token)
 
@@ -174,21 +167,13 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
 
     def look_up(self, history: History, pool: TextPool[NgramIndex], tier: Tier) -> HostDraft:
         # What is forced goes in front of what may follow it.
-        known = min(len(history.forced), tier.steps)
-        rest = replace(tier, steps=tier.steps - known, nodes=tier.nodes - known)
-        draft = draft_of(self._matches(history, pool, rest), rest)
-        if not known:
-            return draft
-        assert draft.parents is not None
-        return HostDraft(
-            np.concatenate([np.array(history.forced[:known], np.int64), draft.tokens]),
-            np.concatenate([np.arange(known), draft.parents + known]),
-            np.concatenate([np.zeros(known, np.float32), draft.scores]),
-        )
+        forced = history.forced[: tier.steps]
+        matches = self._matches(history, pool, tier.steps - len(forced))
+        return draft_of(islice(matches, 1 if tier.top_k == 1 else MATCHES), tier, forced)
 
-    def _matches(self, history: History, pool: TextPool[NgramIndex], tier: Tier) -> list[Match]:
+    def _matches(self, history: History, pool: TextPool[NgramIndex], steps: int) -> Iterator[Match]:
         """What followed the request's last tokens, forced ones included, where they stood before:
-        after longer n-grams first."""
+        after longer n-grams first; of each at most ``steps`` tokens."""
         total, oldest = len(history), self.config.ngram_use_oldest
         at_end = pool.added == total and not history.forced
         every = [(i, last and at_end) for i, last in pool.indexes(oldest)]
@@ -200,17 +185,13 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
             keys.append(keys[-1] + token * base)
             base *= self.vocab_size
         seen: list[set[int]] = [set() for _ in every]
-        found = (
-            match
-            for size in range(len(keys) - 1, 0, -1)
-            for (index, periodic), known in zip(every, seen, strict=True)
-            for match in index.matches(size, keys[size], tier.steps, periodic, known)
-        )
-        return list(islice(found, 1 if tier.top_k == 1 else MATCHES))
+        for size in range(len(keys) - 1, 0, -1):
+            for (index, periodic), known in zip(every, seen, strict=True):
+                yield from index.matches(size, keys[size], steps, periodic, known)
 
 
-def draft_of(matches: Sequence[Match], tier: Tier) -> HostDraft:
-    """The tree of the likeliest continuations.
+def draft_of(matches: Iterable[Match], tier: Tier, forced: Sequence[int]) -> HostDraft:
+    """The tree of the likeliest continuations, behind what is forced.
 
     A match of n tokens counts n times. A token's probability after its parent is its share of
     these counts and of one more, which is for what was never seen.
@@ -231,4 +212,4 @@ def draft_of(matches: Sequence[Match], tier: Tier) -> HostDraft:
             yield child[-1], child, counts[child] / total
 
     root: tuple[int, ...] = ()
-    return best_first(root, children, tier.nodes - 1)
+    return best_first(root, children, tier.nodes - 1, forced)

@@ -267,7 +267,7 @@ class Filling:
 
     def draft(self, forced: Sequence[int], tier: Tier) -> HostDraft:
         """The tree of the likeliest tokens behind what is forced, with which it begins."""
-        run = tuple(forced[: tier.steps])
+        run = forced[: tier.steps]
         ahead = self.text_of(run)
         place, _ = self.table.read(self.place, ahead)
         chances = self._chances(place, self._said + ahead, tier, len(run))
@@ -276,17 +276,12 @@ class Filling:
             below.setdefault(path[:-1], []).append((chance, path[-1]))
 
         def children(path: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], float]]:
-            at = len(path)
-            if at < len(run):
-                yield run[at], (*path, run[at]), 1.0
-                return
-            whole = chances.get(path[len(run) :], 1.0)
-            nearest = sorted(below.get(path[len(run) :], ()), reverse=True)[: tier.top_k]
-            for chance, token in nearest:
+            whole = chances.get(path, 1.0)
+            for chance, token in sorted(below.get(path, ()), reverse=True)[: tier.top_k]:
                 yield token, (*path, token), min(STEP, chance / whole)
 
         root: tuple[int, ...] = ()
-        return best_first(root, children, tier.nodes - 1)
+        return best_first(root, children, tier.nodes - 1, run)
 
     def _chances(
         self, place: Place, said: bytes, tier: Tier, depth: int

@@ -147,17 +147,21 @@ class LookupDrafter(Drafter, Generic[Index]):
 
 
 def best_first(
-    root: Node, children: Callable[[Node], Iterable[tuple[int, Node, float]]], count: int
+    root: Node,
+    children: Callable[[Node], Iterable[tuple[int, Node, float]]],
+    count: int,
+    forced: Sequence[int] = (),
 ) -> HostDraft:
     """The tree of the ``count`` likeliest tokens: parents come before their children, siblings in
     descending order.
 
     Args:
         children: Of a node: token, node, and probability after its parent, the likeliest first.
+        forced: Tokens that are certain, of which ``root`` is the last.
     """
-    tokens: list[int] = []
-    parents: list[int] = []
-    scores: list[float] = []
+    tokens = list(forced[:count])
+    parents = list(range(len(tokens)))
+    scores = [0.0] * len(tokens)
     heap: list[tuple[float, int, int, int, Node]] = []
     order, cost = 0, 0.0
     while len(tokens) < count:

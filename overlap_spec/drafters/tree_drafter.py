@@ -81,8 +81,8 @@ class Growth(ABC):
                 :func:`overlap_spec.kernels.legal_candidates`.
         """
 
-    def trees(self, roots: Roots, tier: Tier) -> Draft:
-        """The draft behind each root, as :meth:`Drafter.draft`."""
+    def draft(self, roots: Roots, tier: Tier) -> Draft:
+        """See :meth:`Drafter.draft`."""
         return self._chain(roots, tier) if tier.top_k == 1 else self._tree(roots, tier)
 
     def first_link(self, roots: Roots) -> ChainLink:
@@ -240,9 +240,6 @@ class TreeDrafter(Growth, Drafter):
             committed.attend(self.cache),
         )
         self.root_state.index_copy_(0, committed.rows, states[committed.last])
-
-    def draft(self, roots: Roots, tier: Tier) -> Draft:
-        return self.trees(roots, tier)
 
     def root_states(self, roots: Roots) -> Tensor:
         return self.root_state[roots.rows]

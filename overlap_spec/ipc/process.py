@@ -46,6 +46,7 @@ class EngineProcess:
         address = f"ipc://{folder}/engine"
         socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         socket.sndhwm = socket.rcvhwm = 0
+        paths = filter(None, (PACKAGE_PARENT, os.environ.get("PYTHONPATH")))
         try:
             socket.bind(address)
             process = await asyncio.create_subprocess_exec(
@@ -53,7 +54,7 @@ class EngineProcess:
                 stdin=asyncio.subprocess.PIPE,
                 # What a library prints must not mix with this process's own output.
                 stdout=2,
-                env={**without_secrets(os.environ), "PYTHONPATH": _python_path()},
+                env={**without_secrets(os.environ), "PYTHONPATH": os.pathsep.join(paths)},
                 # Ctrl-C reaches only this process, which drains before it ends the engine.
                 start_new_session=True,
             )
@@ -94,8 +95,3 @@ class EngineProcess:
         await self.process.wait()
         self._socket.close(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _python_path() -> str:
-    given = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([PACKAGE_PARENT, *([given] if given else [])])

@@ -133,6 +133,7 @@ class AdaSpecPolicy(LengthPolicy):
     ) -> None:
         self.tiers = tuple(sorted(tiers, key=lambda t: t.steps))
         self._by_steps = {tier.steps: tier for tier in self.tiers}
+        self._least = next(steps for steps in self._by_steps if steps)
         self._budgets = {tier: Budget(tier) for tier in self.tiers}
         self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
         self.verifier = verifier
@@ -237,10 +238,6 @@ class AdaSpecPolicy(LengthPolicy):
                 for kind, calibration in self.confidences.calibrations.items()
             },
         }
-
-    @property
-    def _least(self) -> int:
-        return next(s for s in self._by_steps if s)
 
     def _ms(self, view: StepView, steps: int, nodes: int) -> float:
         tier = self._by_steps[steps]
