@@ -223,6 +223,8 @@ def _message(item: Any, where: str) -> str:
     """What one of pydantic's errors says to a client, which knows nothing of Python."""
     context = item.get("ctx", {})
     match item["type"]:
+        case "extra_forbidden":
+            return "unknown field"
         case "missing":
             return "the field is required" if where else "the body must be a JSON object"
         case "model_attributes_type" | "model_type" if not where:

@@ -35,7 +35,7 @@ Item = TypeVar("Item")
 # Stops at its first wrong item: an error for each of a million items takes a minute.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 MOST_ENTRIES = 4096
-# Of an unknown field's name: what is compared with those that are known, and how like one it must be.
+# Of an unknown field's name: what is compared with those that are known, and how like it must be.
 LONGEST_NAME, ALIKE = 64, 0.8
 # What a client calls itself or a request. Replies repeat some of these, once a choice.
 Label = Annotated[str, Field(max_length=256)]
@@ -116,10 +116,12 @@ class Strict(BaseModel):
             if name in cls.refused:
                 raise InvalidRequest(f"{name} is not supported: {cls._why(name)}", name)
             if name not in cls.known:
-                # Here and not by pydantic, which makes an error of each unknown field.
                 meant = get_close_matches(name[:LONGEST_NAME], cls.known, 1, ALIKE)
-                said = f"unknown field: did you mean {meant[0]}?" if meant else "unknown field"
-                raise InvalidRequest(said, name)
+                if meant:
+                    raise InvalidRequest(f"unknown field: did you mean {meant[0]}?", name)
+                # Else by pydantic, which makes an error of each.
+                if len(data) > len(cls.known):
+                    raise InvalidRequest("unknown field", name)
         return data
 
     @classmethod
