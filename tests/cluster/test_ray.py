@@ -115,7 +115,7 @@ class Load:
     """Clients that ask until they are told to stop; what each got.
 
     Attributes:
-        counts: Statuses, ``whole`` and ``broken`` streams, ``dropped`` connections.
+        counts: Statuses, ``whole`` and ``broken`` streams, connections that were ``dropped``, and how.
         wrong: Answers that are not those of a server that nobody disturbs.
     """
 
@@ -150,8 +150,8 @@ class Load:
     def _plain(self, client: httpx.Client, number: int) -> None:
         try:
             reply = client.post(self.server.url + CHAT, json=ask(number))
-        except httpx.HTTPError:
-            self.counts["dropped"] += 1
+        except httpx.HTTPError as error:
+            self.counts[f"dropped: {error!r}"] += 1
             return
         self.counts[str(reply.status_code)] += 1
         if reply.status_code == 200:
@@ -176,8 +176,8 @@ class Load:
                         failed = failed or "error" in event
                         for choice in event.get("choices", ()):
                             text += choice["delta"].get("content") or ""
-        except httpx.HTTPError:
-            self.counts["dropped"] += 1
+        except httpx.HTTPError as error:
+            self.counts[f"dropped: {error!r}"] += 1
             return
         self.counts["whole" if done and not failed else "broken"] += 1
         if failed or not done:
