@@ -115,7 +115,7 @@ class Load:
     """Clients that ask until they are told to stop; what each got.
 
     Attributes:
-        counts: Statuses, ``whole`` and ``broken`` streams, connections that were ``dropped``, and how.
+        counts: Statuses, ``whole`` and ``broken`` streams, ``dropped`` connections, and how.
         wrong: Answers that are not those of a server that nobody disturbs.
     """
 
