@@ -24,10 +24,7 @@ class DepthCounts:
     """Decayed counts of one family of tiers: how often each depth was reached, and passed.
 
     A run of a accepted drafts out of s tried depths 1 … min(a + 1, s) and passed 1 … a. Depths
-    that it did not try say nothing, so the run's own limit biases none.
-
-    Args:
-        depths: The deepest draft.
+    that it did not try say nothing, so the run's own limit biases none. ``depths``: the deepest.
     """
 
     def __init__(self, depths: int) -> None:
@@ -51,17 +48,14 @@ class DepthCounts:
         self.scale(min(1.0, runs / max(other.tried[0], runs)))
 
     def rates(self, lean: Sequence[float] | None = None) -> tuple[list[float], list[float]]:
-        """Conditional acceptance of each depth, and how many trials each is worth.
-
-        Args:
-            lean: Rates that another family foretells; None: each depth leans on the one before.
-        """
+        """Conditional acceptance of each depth, and how many trials each is worth; ``lean``: rates
+        that another family foretells; None: each depth leans on the one before."""
         rates, trials, before = [], [], PRIOR_RATE
         for depth, tried in enumerate(self.tried):
             guess = before if lean is None else lean[depth]
-            before = (self.passed[depth] + LEAN_TRIALS * guess) / (tried + LEAN_TRIALS)
-            rates.append(before)
             trials.append(tried + LEAN_TRIALS)
+            before = (self.passed[depth] + LEAN_TRIALS * guess) / trials[-1]
+            rates.append(before)
         return rates, trials
 
 
@@ -114,15 +108,12 @@ class Calibration:
         self._mass = [BIN_TRIALS * (n + 0.5) / BINS for n in range(BINS)]
         self._passed = list(self._mass)
         self._tried = [BIN_TRIALS] * BINS
-        self.count = 0
 
     def add(self, confidence: float, accepted: bool) -> None:
         """Take in one draft that was reached."""
         n = min(BINS - 1, int(confidence * BINS))
-        self._mass[n] = self._mass[n] * BIN_KEPT + confidence
-        self._passed[n] = self._passed[n] * BIN_KEPT + accepted
-        self._tried[n] = self._tried[n] * BIN_KEPT + 1
-        self.count += 1
+        for sums, new in ((self._mass, confidence), (self._passed, accepted), (self._tried, 1)):
+            sums[n] = sums[n] * BIN_KEPT + new
 
     def add_run(self, confidences: Sequence[float], accepted: int) -> None:
         """Take in one verify: ``accepted`` confidences that were, and the next, which was not."""

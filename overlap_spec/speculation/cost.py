@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from overlap_spec.caches import cache_folder
 from overlap_spec.tiers import Budget
 
+log = logging.getLogger(__name__)
 Vector = NDArray[np.float64]
-
 # A knee must make the fit's error this much smaller.
 KNEE_GAIN = 0.8
 
@@ -52,15 +52,8 @@ def shape_of(
     tier = budget.tier
     nodes = batch * tier.nodes if budget.nodes is None else budget.nodes
     share = constrained / batch if batch else 0.0
-    return StepShape(
-        batch,
-        context_tokens,
-        tier.steps,
-        tier.top_k,
-        nodes,
-        round(share * nodes),
-        chunk_tokens,
-    )
+    masks = round(share * nodes)
+    return StepShape(batch, context_tokens, tier.steps, tier.top_k, nodes, masks, chunk_tokens)
 
 
 class TierTime(NamedTuple):
@@ -110,12 +103,8 @@ class CostModel:
     def verify_ms(self, nodes: int, context_tokens: int) -> float:
         """A verify pass over ``nodes`` rows."""
         beyond = max(0, nodes - self.knee_nodes) if self.knee_nodes else 0
-        return (
-            self.verify
-            + self.verify_node * nodes
-            + self.knee_node * beyond
-            + self.verify_context * context_tokens
-        )
+        by_nodes = self.verify + self.verify_node * nodes + self.knee_node * beyond
+        return by_nodes + self.verify_context * context_tokens
 
     def draft_ms(self, batch: int, steps: int, branches: int, context_tokens: int) -> float:
         """All draft steps."""
@@ -152,17 +141,10 @@ class CostModel:
 
 # In units of a step that drafts nothing: what a policy starts from where nothing was measured.
 ASSUMED = CostModel(
-    verify=0.9,
-    verify_node=0.02,
-    verify_context=2e-5,
-    draft=0.08,
-    draft_branch=0.005,
-    draft_context=2e-6,
-    grammar_node=0.002,
-    prefill=0.1,
-    prefill_token=0.02,
-)
-
+    verify=0.9, verify_node=0.02, verify_context=2e-5,
+    draft=0.08, draft_branch=0.005, draft_context=2e-6,
+    grammar_node=0.002, prefill=0.1, prefill_token=0.02,
+)  # fmt: skip
 # Standard deviations of the coefficients' logarithms, by where they come from.
 ASSUMED_SPREAD, STARTUP_SPREAD, PROFILE_SPREAD = 0.6, 0.25, 0.1
 
@@ -189,23 +171,18 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
     """The model of least relative squares with coefficients >= 0; a knee where it helps.
 
     Args:
-        verifies: At least one.
-        drafts: May be empty.
+        verifies: At least one; ``drafts`` may be empty.
     """
-    wanted = np.array([v.ms for v in verifies])
+    wanted, nodes = np.array([v.ms for v in verifies]), np.array([v.nodes for v in verifies])
     # What never varies cannot be fitted: it is taken to be what is assumed of a pass as long.
     unit = median(v.ms / ASSUMED.verify_ms(v.nodes, v.context_tokens) for v in verifies)
     varies = [len({v[n] for v in verifies}) > 1 for n in (0, 1)]
-    lines = np.array(
-        [[1.0, v.nodes * varies[0], v.context_tokens * varies[1], 0] for v in verifies]
-    )
-    best, knee = nonnegative(lines / wanted[:, None], np.ones(len(wanted))), 0
-    error = _squares(lines @ best, wanted)
+    rows = [[1.0, v.nodes * varies[0], v.context_tokens * varies[1], 0] for v in verifies]
+    (best, error), knee = _relative(np.array(rows), wanted), 0
     for at in sorted({v.nodes for v in verifies})[1:-1]:
-        bent = lines.copy()
-        bent[:, 3] = np.maximum(0.0, np.array([v.nodes for v in verifies]) - at)
-        found = nonnegative(bent / wanted[:, None], np.ones(len(wanted)))
-        bent_error = _squares(bent @ found, wanted)
+        bent = np.array(rows)
+        bent[:, 3] = np.maximum(0.0, nodes - at)
+        found, bent_error = _relative(bent, wanted)
         if bent_error < error * KNEE_GAIN:
             best, knee, error = found, at, bent_error
     if not varies[0]:
@@ -216,22 +193,16 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
     draft = unit * np.array([ASSUMED.draft, ASSUMED.draft_branch, ASSUMED.draft_context])
     if drafts:
         took = np.array([d.ms for d in drafts])
-        columns = [(1.0, d.batch * d.branches, d.context_tokens) for d in drafts]
-        per_step = np.array(columns)
+        per_step = np.array([(1.0, d.batch * d.branches, d.context_tokens) for d in drafts])
         per_step[:, np.ptp(per_step, axis=0) == 0] = 0.0
         per_step[:, 0] = 1.0
-        rows = per_step * np.array([[d.steps] for d in drafts])
-        found = nonnegative(rows / took[:, None], np.ones(len(took)))
+        found, _ = _relative(per_step * np.array([[d.steps] for d in drafts]), took)
         draft = np.where(per_step.any(axis=0), found, draft)
     model = CostModel(
-        verify=float(best[0]),
-        verify_node=float(best[1]),
-        verify_context=float(best[2]),
+        *best[:3].tolist(),
+        *draft.tolist(),
         knee_nodes=knee,
         knee_node=float(best[3]) if knee else 0.0,
-        draft=float(draft[0]),
-        draft_branch=float(draft[1]),
-        draft_context=float(draft[2]),
         most_nodes=max(v.nodes for v in verifies),
         source=source,
     )
@@ -243,16 +214,15 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
     return replace(model, error=median(errors), worst_error=max(errors))
 
 
-def _squares(found: Vector, wanted: Vector) -> float:
-    return float(np.sum((found / wanted - 1) ** 2))
+def _relative(rows: Vector, wanted: Vector) -> tuple[Vector, float]:
+    """The x >= 0 for which ``rows x`` is closest to ``wanted``, relative to that; its squares."""
+    found = nonnegative(rows / wanted[:, None], np.ones(len(wanted)))
+    return found, float(np.sum((rows @ found / wanted - 1) ** 2))
 
 
 def nonnegative(rows: Vector, wanted: Vector) -> Vector:
-    """The x >= 0 of least ``|rows x - wanted|²``, by Lawson and Hanson's active sets.
-
-    Args:
-        rows: ``(n, m)``. ``wanted``: ``(n,)``.
-    """
+    """The x >= 0, ``(m,)``, of least ``|rows x - wanted|²``, by Lawson and Hanson's active sets;
+    ``rows``: ``(n, m)``, ``wanted``: ``(n,)``."""
     scale = np.linalg.norm(rows, axis=0)
     scale[scale == 0] = np.inf
     rows = rows / scale
@@ -278,25 +248,14 @@ def nonnegative(rows: Vector, wanted: Vector) -> Vector:
     return np.asarray(x / scale)
 
 
-log = logging.getLogger(__name__)
-
-
 def profile_path(key: Mapping[str, Any]) -> Path:
-    """The file of a profile.
-
-    Args:
-        key: Plain data: model, drafter, device, dtype, threads.
-    """
+    """The file of a profile; ``key``: model, drafter, device, dtype, threads, as plain data."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder() / "profiles" / f"{name}.json"
 
 
 def save_profile(key: Mapping[str, Any], model: CostModel) -> Path:
-    """Write a profile, in place of an older one; returns its file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a profile, in place of an older one; its file. OSError: it cannot be written."""
     path = profile_path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {"key": dict(key), "cost": model.to_dict()}

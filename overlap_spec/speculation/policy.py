@@ -118,9 +118,8 @@ class LengthPolicy(ABC):
 
     Attributes:
         tiers: Every tier that it may choose, distinct, by steps: what buffers and graphs are for.
-        weighs_cost: Whether :meth:`calibrate` is to be called before the first step.
-        ignores: Settings that play no part in it (:data:`LAUNCH`, some of them): an engine
-            refuses them beside it.
+        weighs_cost: Whether :meth:`calibrate` is called before the first step.
+        ignores: Settings of :data:`LAUNCH` that play no part in it: an engine refuses them.
     """
 
     tiers: tuple[Tier, ...]
@@ -128,20 +127,16 @@ class LengthPolicy(ABC):
     ignores: tuple[str, ...] = ()
 
     def calibrate(self, model: CostModel, spread: float) -> None:  # noqa: B027
-        """Take in what was measured of the machine.
-
-        Args:
-            spread: Standard deviation of the coefficients' logarithms.
-        """
+        """Take in what was measured of the machine; ``spread``: standard deviation of the
+        coefficients' logarithms."""
 
     def tell_waits(self, wait_ms: Callable[[Tier], float]) -> None:  # noqa: B027
-        """Called before the first step: ``wait_ms`` is about what a step of a tier would wait in
-        milliseconds for passes that are not recorded yet, 0 once they are."""
+        """Called before the first step: about how many milliseconds a step of a tier would wait for
+        passes that are not recorded yet, 0 once they are."""
 
     def let_stop(self) -> None:  # noqa: B027
-        """Called before the first step where budgets may have a :attr:`Budget.stop`, which ends a
-        chain's drafts between two steps. A stopped step is observed as one of the shorter tier, so
-        a stop ends drafts where that is one of :attr:`tiers`."""
+        """Called before the first step where budgets may have a :attr:`Budget.stop`. A stopped step
+        is observed as one of the shorter tier, which must be one of :attr:`tiers`."""
 
     def largest_batch(self, tier: Tier) -> int | None:  # noqa: ARG002
         """Trees of the largest step that may take one of :attr:`tiers`; None: there is no limit."""
@@ -155,10 +150,9 @@ class LengthPolicy(ABC):
     def observe(self, outcome: StepOutcome) -> None:
         """Take in one step.
 
-        Outcomes come in the order of their steps, each once. They may come late: the budget chosen
-        for later steps may have been drafted with already, and this one's may no longer be
-        active. A tier that the policy cannot choose was someone else's choice: what it accepted is
-        passed over. An outcome without requests is no verify; its time may still count.
+        Outcomes come in the order of their steps, each once, and maybe after budgets of later steps
+        were chosen. What a tier accepted that the policy cannot choose is passed over. An outcome
+        without requests is no verify; its time may still count.
         """
 
     @abstractmethod
@@ -174,20 +168,17 @@ class LengthPolicy(ABC):
         """
 
 
+def _sizes(tier: Tier) -> dict[str, Any]:
+    return {"steps": tier.steps, "top_k": tier.top_k, "nodes": tier.nodes}
+
+
 def slot_snapshot(
     bound: int, tier: Tier, candidates: Sequence[int], ema: float | None, count: int, switches: int
 ) -> dict[str, Any]:
     """What a snapshot says of one range of batch sizes."""
-    return {
-        "min_batch_size": bound,
-        "steps": tier.steps,
-        "top_k": tier.top_k,
-        "nodes": tier.nodes,
-        "candidate_steps": list(candidates),
-        "ema": ema,
-        "count": count,
-        "switches": switches,
-    }
+    counts = {"ema": ema, "count": count, "switches": switches}
+    sizes = {"min_batch_size": bound} | _sizes(tier)
+    return sizes | {"candidate_steps": list(candidates)} | counts
 
 
 def snapshot_of(
@@ -203,10 +194,8 @@ def snapshot_of(
         "policy": name,
         "count": sum(slot["count"] for slot in slots),
         "switches": sum(slot["switches"] for slot in slots),
-        "active": {
-            "steps": tier.steps,
-            "top_k": tier.top_k,
-            "nodes": tier.nodes,
+        "active": _sizes(tier)
+        | {
             "reason": reason,
             "estimated_accept_length": accept_length,
             "estimated_step_ms": step_ms,
@@ -216,13 +205,9 @@ def snapshot_of(
 
 
 def static_tier(steps: int, top_k: int, nodes: int | None) -> Tier:
-    """Tier of fixed settings.
-
-    Args:
-        nodes: Verified nodes, root included; None: all of a chain, at most 16 of a tree.
-
-    Nodes never exceed what can be drafted: steps + 1 in a chain, 1 + k + (steps - 1) k² in a tree.
-    """
+    """Tier of fixed settings; ``nodes``: verified ones, root included; None: all of a chain, 16 of a
+    tree. They never exceed what can be drafted: steps + 1 in a chain, 1 + k + (steps - 1) k² in a
+    tree."""
     if steps == 0:
         return OFF
     most = steps + 1 if top_k == 1 else 1 + top_k + (steps - 1) * top_k * top_k
@@ -232,12 +217,8 @@ def static_tier(steps: int, top_k: int, nodes: int | None) -> Tier:
 
 
 class StaticPolicy(LengthPolicy):
-    """One tier, whatever is accepted.
-
-    Args:
-        name: What the policy is called in its snapshot.
-        reason: Why that tier, for the snapshot.
-    """
+    """One tier, whatever is accepted; ``name`` and ``reason`` (why that tier) are for the
+    snapshot."""
 
     def __init__(self, tier: Tier, name: str = "static", reason: str = "launch") -> None:
         self.tiers, self.ignores = (tier,), LAUNCH if name == "off" else ()
