@@ -46,8 +46,7 @@ class Confidences:
     request without a verify gets the mean of all.
     """
 
-    def __init__(self, alpha: float = ALPHA) -> None:
-        self._alpha = alpha
+    def __init__(self) -> None:
         self.calibrations = {False: Calibration(), True: Calibration()}
         self._requests: dict[int, float] = {}
         self._mean = {False: PRIOR_RATE, True: PRIOR_RATE}
@@ -68,8 +67,8 @@ class Confidences:
                 else:
                     continue
                 before = self._requests.get(request.request_id, self._mean[kind])
-                self._requests[request.request_id] = before + self._alpha * (now - before)
-                self._mean[kind] += self._alpha / len(outcome.requests) * (now - self._mean[kind])
+                self._requests[request.request_id] = before + ALPHA * (now - before)
+                self._mean[kind] += ALPHA / len(outcome.requests) * (now - self._mean[kind])
         if len(self._requests) > 2 * outcome.view.batch + 64:
             alive = {request.request_id for request in outcome.view.requests}
             self._requests = {i: c for i, c in self._requests.items() if i in alive}
@@ -90,39 +89,34 @@ def goodput(tokens: float, step_ms: float, tpot_slo_ms: float | None) -> float:
 
 
 def predicted_steps(
-    confidences: Sequence[float],
-    costs: Mapping[int, float],
-    tpot_slo_ms: float | None,
+    confidences: Sequence[float], costs: Mapping[int, float], tpot_slo_ms: float | None
 ) -> int:
     """Algorithm 1: the length at which the goodput stops to grow.
 
     Args:
         costs: Steps → milliseconds of a step that drafts and verifies as many, ascending from 0.
     """
-    shares = [1.0] * len(confidences)
-    tokens = float(len(confidences))
-    steps = list(costs)
-    best, best_steps = goodput(tokens, costs[steps[0]], tpot_slo_ms), steps[0]
-    for depth in range(1, steps[-1] + 1):
+    shares, tokens = [1.0] * len(confidences), float(len(confidences))
+    first, *_, last = costs
+    best, best_steps = goodput(tokens, costs[first], tpot_slo_ms), first
+    for depth in range(1, last + 1):
         shares = [s * c for s, c in zip(shares, confidences, strict=True)]
         tokens += sum(shares)
-        if depth not in costs:
-            continue
-        found = goodput(tokens, costs[depth], tpot_slo_ms)
-        if found <= best:
-            break
-        best, best_steps = found, depth
+        if depth in costs:
+            found = goodput(tokens, costs[depth], tpot_slo_ms)
+            if found <= best:
+                break
+            best, best_steps = found, depth
     return best_steps
 
 
 class AdaSpecPolicy(LengthPolicy):
-    """AdaSpec over chains.
+    """AdaSpec over chains; without ``verifier``, which removes drafts before the verify (Algorithm
+    2), the paper's AdaSpec− (Table 2).
 
     Args:
         tiers: Chains, and off.
         cost: What is known of their time; None: nothing yet.
-        verifier: Whether drafts are removed before the verify (Algorithm 2); without it, it is the
-            paper's AdaSpec− (Table 2).
     """
 
     weighs_cost = True
@@ -136,9 +130,7 @@ class AdaSpecPolicy(LengthPolicy):
         self._least = next(steps for steps in self._by_steps if steps)
         self._budgets = {tier: Budget(tier) for tier in self.tiers}
         self.cost = cost or OnlineCost(ASSUMED, ASSUMED_SPREAD)
-        self.verifier = verifier
-        self.confidences = Confidences()
-        self._corrects = False
+        self.confidences, self.verifier, self._corrects = Confidences(), verifier, False
         self._active, self._last = self.tiers[0], StepView(())
         self.count = self.switches = self._off = 0
 
@@ -154,34 +146,29 @@ class AdaSpecPolicy(LengthPolicy):
         confidences, target = self.confidences.of(view), self._target_ms(view)
         costs = {s: self._ms(view, s, view.batch * (s + 1)) for s in self._by_steps}
         steps = predicted_steps(confidences, costs, target)
+        if steps and self._corrects:
+            return Budget(self.tiers[-1], stop=self._stop(view, confidences, costs, target))
         if not steps and self._off >= PROBE_EVERY and goodput(1, costs[self._least], target) > 0:
             # What is not drafted is not seen either.
-            return self._kept(view, confidences, self._least, target)
-        if not self._corrects or not steps:
-            return self._kept(view, confidences, steps, target)
-        return Budget(self.tiers[-1], stop=self._stop(view, confidences, costs))
+            steps = self._least
+        return self._kept(view, confidences, steps, target)
 
     def _stop(
-        self, view: StepView, confidences: Sequence[float], costs: Mapping[int, float]
+        self,
+        view: StepView,
+        confidences: Sequence[float],
+        costs: Mapping[int, float],
+        target: float | None,
     ) -> DraftStop:
-        """Where the step's drafts end, and which are verified; ``confidences`` and ``costs`` as
-        :meth:`choose` has them."""
-        target = self._target_ms(view)
+        """Where the step's drafts end, and which are verified."""
         in_time = [0.0] * (self.tiers[-1].steps + 1)
         for steps, ms in costs.items():
             in_time[steps] = ms if target is None or ms <= target else inf
-        curves = {
-            kind: calibration.curve() for kind, calibration in self.confidences.calibrations.items()
-        }
-        return DraftStop(
-            tuple(in_time),
-            np.array(confidences, np.float32),
-            np.array(
-                [curves[r.constrained] if r.speculate else [0.0] * BINS for r in view.requests],
-                np.float32,
-            ),
-            self.cost.row_times() if self.verifier and view.batch > 1 else None,
-        )
+        curves = {kind: known.curve() for kind, known in self.confidences.calibrations.items()}
+        told = [curves[r.constrained] if r.speculate else [0.0] * BINS for r in view.requests]
+        rows = self.cost.row_times() if self.verifier and view.batch > 1 else None
+        each = np.array(confidences, np.float32), np.array(told, np.float32)
+        return DraftStop(tuple(in_time), *each, rows)
 
     def _target_ms(self, view: StepView) -> float | None:
         """What a step may take: its target, and what it prefills, which no draft can change."""

@@ -44,8 +44,8 @@ RECORD_SHARE = 0.1
 
 @dataclass
 class Slot:
-    """What is active at one range of batch sizes, and why; ``left``: verifies until it is decided
-    anew. ``behind``: share of its time that it loses to what seems best."""
+    """What is active at a range of batch sizes, and why; ``left``: verifies until it is decided
+    anew; ``behind``: share of its time that it loses to what seems best."""
 
     tier: Tier
     reason: str
@@ -59,16 +59,15 @@ class AutoPolicy(LengthPolicy):
     """Depth and width by survival and measured cost; off where drafts do not pay.
 
     - Slots: one for each range of batch sizes, a power of two. Survival is shared by all.
-    - Start: with the launch tier, and at another range of batch sizes with the tier of the nearest
-      one, unless another one should gain even then. Off waits for a draft to be refused: beside
-      other work what was measured before the first request may be far from so.
+    - Start: with the launch tier, and at another range with the tier of the nearest one, unless
+      another one should gain even then. Off waits for a draft to be refused: beside other work what
+      was measured before the first request may be far from so.
     - Recordings: a tier whose passes are not recorded yet is taken when they take no more than
       :data:`RECORD_SHARE` of all time, or than its gain would have brought since the start.
     - Target: among the tiers whose step keeps the strictest TPOT target, if there are any.
 
     Args:
-        tiers: Those to choose from; one of them is off.
-        launch: The one of them to start with.
+        tiers: Those to choose from; one of them is off, and one ``launch``.
         cost: What is known of their time; None: nothing yet.
     """
 
@@ -78,14 +77,12 @@ class AutoPolicy(LengthPolicy):
         self.tiers = tuple(sorted(tiers, key=lambda t: (t.steps, t.top_k)))
         self._launch = launch
         self.cost = cost or OnlineCost(costs.ASSUMED, costs.ASSUMED_SPREAD)
-        self._memories: dict[bool, Memory] = {}
         self._budgets = {tier: Budget(tier) for tier in tiers}
+        self._memories: dict[bool, Memory] = {}
         self._slots: dict[int, Slot] = {}
-        self._last = StepView(())
-        self._all_ms = self._probes_ms = 0.0
-        self._rng = np.random.default_rng(0)
         self._wait_ms: Callable[[Tier], float] = lambda _: 0.0
-        self.count = 0
+        self._rng, self._last = np.random.default_rng(0), StepView(())
+        self._all_ms, self._probes_ms, self.count = 0.0, 0.0, 0
 
     def tell_waits(self, wait_ms: Callable[[Tier], float]) -> None:
         self._wait_ms = wait_ms
@@ -168,8 +165,6 @@ class AutoPolicy(LengthPolicy):
             error = share * by_rate / tokens[:, None]
             spread += error @ error.T
         return np.log(tokens), log_ms, spread
-
-    # Decisions
 
     def _slot(self, view: StepView) -> Slot:
         bound = 1 << max(0, view.batch.bit_length() - 1)

@@ -32,11 +32,9 @@ TREE_SAVES = 0.25
 class Memory:
     """Survival of one kind of text (constrained or free) by width and depth.
 
-    A shorter run is a prefix of a longer one. The width of most runs foretells the others: that is
-    where these begin, and what they return to while they are not drafted.
-
-    Args:
-        like: Another kind, whose drafts tell what to expect at first.
+    A shorter run is a prefix of a longer one. The width of most runs foretells the others: there
+    these begin, and return to while they are not drafted. ``like``: another kind, whose drafts tell
+    what to expect at first.
     """
 
     def __init__(self, tiers: Sequence[Tier], like: Memory | None = None) -> None:

@@ -63,26 +63,20 @@ class OnlineCost:
     """
 
     def __init__(self, model: CostModel, spread: float) -> None:
-        self.start = model
-        self._knee = model.knee_nodes
-        reference = model.step_ms(StepShape(1, 256, 0, 1, 1)) or 1.0
-        least = FLOOR * reference
+        self.start, self._knee, self.blocks = model, model.knee_nodes, 0
+        least = FLOOR * (model.step_ms(StepShape(1, 256, 0, 1, 1)) or 1.0)
         known = [(getattr(model, name), part) for name, (part, _) in COEFFICIENTS.items()]
         self._log = np.array([log(max(value, least / part)) for value, part in known])
         self._first_offset = count = len(self._log)
         self._offset_spread = min(OFFSET_SHARE * spread, OFFSET_MOST)
-        self._most_nodes = model.most_nodes
         self._offsets: dict[tuple[Tier, bool, int], int] = {}
         vague = np.array([vague for _, vague in COEFFICIENTS.values()])
-        self._spread = np.diag((vague + spread) ** 2)
-        self._spread += FIRST_LOAD_SPREAD**2
-        self._noise = np.full((count, count), LOAD_SPREAD**2)
-        self._noise += np.diag([DRIFT_SPREAD**2] * count)
+        self._spread = np.diag((vague + spread) ** 2) + FIRST_LOAD_SPREAD**2
+        self._noise = np.diag([DRIFT_SPREAD**2] * count) + LOAD_SPREAD**2
         self._scatter, self._load, self._wanders = 0.0, LOAD_SPREAD, False
-        self._block: list[float] = []
         self._block_key: tuple[Tier, bool, int, int] | None = None
+        self._block: list[float] = []
         self._expected = 0.0
-        self.blocks = 0
 
     def step_ms(self, shape: StepShape, budget: Budget) -> float:
         """A step's time as it is known now."""
@@ -162,18 +156,9 @@ class OnlineCost:
     def _counts(self, shape: StepShape) -> tuple[float, ...]:
         """How often a step has what each coefficient is the time of."""
         batch, context, steps, branches, nodes, masks, chunk = shape
-        return (
-            1.0,
-            nodes,
-            max(0, nodes - self._knee) if self._knee else 0,
-            context,
-            steps,
-            steps * batch * branches,
-            steps * context,
-            masks,
-            float(chunk > 0),
-            chunk,
-        )
+        beyond = max(0, nodes - self._knee) if self._knee else 0
+        drafts = steps, steps * batch * branches, steps * context
+        return (1.0, nodes, beyond, context, *drafts, masks, float(chunk > 0), chunk)
 
     def _offset(self, shape: StepShape, budget: Budget) -> int:
         """Where a tier's own deviation stands; it is entered when it is first asked for."""
@@ -183,7 +168,8 @@ class OnlineCost:
             found = self._offsets[key] = len(self._log)
             self._log = np.append(self._log, self._measured(budget.tier, shape.batch))
             self._spread = np.pad(self._spread, (0, 1))
-            beyond = max(1.0, shape.nodes / self._most_nodes) if self._most_nodes else 1.0
+            most = self.start.most_nodes
+            beyond = max(1.0, shape.nodes / most) if most else 1.0
             beside = BESIDE_MS / max(self.start.step_ms(shape), BESIDE_MS)
             spread = min(hypot(self._offset_spread, beside), OFFSET_MOST)
             self._spread[-1, -1] = (spread + BEYOND_SPREAD * log(beyond)) ** 2

@@ -205,9 +205,8 @@ def snapshot_of(
 
 
 def static_tier(steps: int, top_k: int, nodes: int | None) -> Tier:
-    """Tier of fixed settings; ``nodes``: verified ones, root included; None: all of a chain, 16 of a
-    tree. They never exceed what can be drafted: steps + 1 in a chain, 1 + k + (steps - 1) k² in a
-    tree."""
+    """Tier of fixed settings; ``nodes``: verified ones, root included; None: all of a chain, 16 of
+    a tree. They never exceed what can be drafted: steps + 1, or 1 + k + (steps - 1) k²."""
     if steps == 0:
         return OFF
     most = steps + 1 if top_k == 1 else 1 + top_k + (steps - 1) * top_k * top_k

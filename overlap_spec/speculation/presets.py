@@ -56,13 +56,12 @@ def load_policy(
 
     Args:
         name_or_path: One of :data:`POLICY_NAMES` (hyphen and underscore are the same, case does
-            not matter), ``package.module:Class``, a :class:`LengthPolicy` of the user's own that
-            is called with the launch tier, or a file's path. A file of such a name is reached as
-            ``./default``.
-        steps: Launch steps: the static tier's, and where adaptive slots begin.
+            not matter); ``package.module:Class``, a :class:`LengthPolicy` of the user's own that
+            is called with the launch tier; or a file's path, as ``./default``.
+        steps: Of the static tier, and where adaptive slots begin.
         top_k: Branches of a draft step; 1 is a chain.
-        nodes: Launch draft tokens: the static tier's nodes and the most of any tree, root
-            included; None as in ``static_tier``. Chains of adaptive tiers verify all they draft.
+        nodes: Of the static tier, root included, and the most of any tree; None as in
+            ``static_tier``. Chains of adaptive tiers verify all they draft.
         trees: Whether the drafter is known to draft trees, whatever ``top_k`` is.
 
     Raises:

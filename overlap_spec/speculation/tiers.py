@@ -54,14 +54,13 @@ class EmaSlot:
     ``ema = (1 - α) ema + α mean(accepted)``, from steps - 1; every interval, a walk by it.
 
     The EMA belongs to the slot and is carried from tier to tier, so a late result counts in full
-    whichever tier is active by then; it moved the EMA of the published policy too. What decides
-    is the tier that travels with the result: what drafted counts, though the slot is off by now;
-    a step that was off only counts as a batch, though the slot is probing by now. That batch
-    shortens the first interval of a probe, and no more.
+    whichever tier is active by then, as in the published policy: the tier that travels with it
+    decides. What drafted counts, though the slot is off by now; a step that was off only counts as
+    a batch, though the slot is probing by now.
 
-    A slot that is off probes one tier up at its next decision, every time: off for one interval,
-    on for one, until the probe's EMA says to stay. The probe starts from the EMA that led to
-    off; a slot that never drafted has none, and starts from the probed tier's steps - 1.
+    A slot that is off probes one tier up at its next decision, every time, for one interval, until
+    the probe's EMA says to stay. The probe starts from the EMA that led to off, or, where the slot
+    never drafted, from the probed tier's steps - 1.
 
     Attributes:
         candidates: Steps it may choose, ascending and distinct.
@@ -131,8 +130,8 @@ class SlotPolicy(LengthPolicy):
     """A policy with a slot for each range of batch sizes; no slot learns from another's batches.
 
     Args:
-        name: What the policy is called in its snapshot.
-        slots: Least batch size of a slot → the slot. Batches below the first bound use the first.
+        name: In its snapshot.
+        slots: By the least batch size; batches below the first bound use the first.
         tier_of: Tier of a number of steps.
     """
 
