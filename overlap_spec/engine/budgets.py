@@ -27,43 +27,6 @@ T = TypeVar("T")
 ALPHA = 0.05
 
 
-class Observed:
-    """Smoothed accept length and time of steps that prefilled nothing, and targets kept."""
-
-    def __init__(self) -> None:
-        self._accept_length: float | None = None
-        self._step_ms: float | None = None
-        self._asked = self._kept = 0
-
-    def add(self, outcome: StepOutcome) -> None:
-        """Take in a step."""
-        if outcome.requests:
-            length = 1 + sum(outcome.accepted) / len(outcome.requests)
-            self._accept_length = _smooth(self._accept_length, length)
-        if outcome.step_ms is not None and not outcome.view.chunk_tokens and outcome.view.batch:
-            self._step_ms = _smooth(self._step_ms, outcome.step_ms)
-
-    def add_request(self, tpot_ms: float, tpot_slo_ms: float | None) -> None:
-        """Take in a request that has ended."""
-        if tpot_slo_ms is not None:
-            self._asked += 1
-            self._kept += tpot_ms <= tpot_slo_ms
-
-    def snapshot(self) -> dict[str, Any]:
-        """``observed_accept_length`` and ``observed_step_ms`` (None before the first step), and of
-        the requests with a TPOT target that have ended: ``tpot_requests``, ``tpot_attained``."""
-        return {
-            "observed_accept_length": self._accept_length,
-            "observed_step_ms": self._step_ms,
-            "tpot_requests": self._asked,
-            "tpot_attained": self._kept,
-        }
-
-
-def _smooth(before: float | None, now: float) -> float:
-    return now if before is None else before + ALPHA * (now - before)
-
-
 class Budgets:
     """What each step may draft and verify, and what came of it.
 
@@ -92,7 +55,14 @@ class Budgets:
         self._guard, self._drafts, self._tpot_slo_ms = guard, drafts, tpot_slo_ms
         # What the steps under way were planned for, the newest last.
         self._views: dict[int, StepView] = {}
-        self._observed = Observed()
+        # Smoothed, the time of steps that prefilled nothing; of requests with a TPOT target, that
+        # have ended, how many there were and kept it.
+        self._observed: dict[str, Any] = {
+            "observed_accept_length": None,
+            "observed_step_ms": None,
+            "tpot_requests": 0,
+            "tpot_attained": 0,
+        }
 
     def choose(self, trees: list[SequenceState], index: int, chunk_tokens: int) -> Budget:
         """What step ``index`` over ``trees`` may draft and verify."""
@@ -107,9 +77,9 @@ class Budgets:
         tier = budget.tier
         if tier.nodes == 1 or all(r.speculate for r in view.requests):
             return budget
-        plain = [not request.speculate for request in view.requests]
         most = budget.most or (tier.nodes,) * view.batch
-        most = tuple(1 if p else m for p, m in zip(plain, most, strict=True))
+        each = zip(view.requests, most, strict=True)
+        most = tuple(nodes if request.speculate else 1 for request, nodes in each)
         nodes = sum(most) if budget.nodes is None else min(budget.nodes, sum(most))
         return replace(budget, nodes=nodes, most=most)
 
@@ -140,19 +110,29 @@ class Budgets:
         # A wide tier is none of the policy's, and its trees are the grammar's too.
         if plan.tier.base is None:
             self._ask(lambda policy: policy.observe(outcome))
-        self._observed.add(outcome)
+        if requests:
+            self._smooth("observed_accept_length", 1 + sum(outcome.accepted) / len(requests))
+        if outcome.step_ms is not None and not view.chunk_tokens and view.batch:
+            self._smooth("observed_step_ms", outcome.step_ms)
+
+    def _smooth(self, name: str, now: float) -> None:
+        before = self._observed[name]
+        self._observed[name] = now if before is None else before + ALPHA * (now - before)
 
     def end(self, sequences: Sequence[SequenceState]) -> None:
         """Take in requests that have ended: whether they kept their targets."""
         for sequence in sequences:
             self._drafts.leave(sequence.request.id)
-            self._observed.add_request(sequence.stats.tpot_ms, self._target_ms(sequence))
+            target_ms = self._target_ms(sequence)
+            if target_ms is not None:
+                self._observed["tpot_requests"] += 1
+                self._observed["tpot_attained"] += sequence.stats.tpot_ms <= target_ms
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain data: the policy's, ``error`` (what made it give way, else None), and what
         was observed."""
         told = self._ask(lambda policy: policy.snapshot())
-        return told | {"error": self._error} | self._observed.snapshot()
+        return told | {"error": self._error} | self._observed
 
     def _ask(self, ask: Callable[[LengthPolicy], T]) -> T:
         try:

@@ -69,10 +69,8 @@ class EngineCore:
         self.scheduler.add(sequence)
 
     def step(self) -> bool:
-        """Run one step of whatever is queued; False when there is nothing to do.
-
-        Results are read one step late, under the next step's verify; where there is no next step,
-        or the mode is serial, at once.
+        """Run one step of whatever is queued; False when there is nothing to do. Results are read
+        one step late, under the next verify; where there is none, or the mode is serial, at once.
         """
         with self.worker.watched():
             return self._step()
@@ -148,28 +146,25 @@ class EngineCore:
 
     def snapshot(self) -> dict[str, Any]:
         """State as plain data: length policy, drafter, pages, requests, grammar time."""
-        allocator, figures = self.scheduler.allocator, self.grammar.figures
+        allocator, figures, worker = self.scheduler.allocator, self.grammar.figures, self.worker
+        refused = {"refused_nodes": int(worker.runner.refused)}
         return {
             "overlap": self.config.overlap,
             "speculation": self.budgets.snapshot(),
-            "drafter": self.worker.guard.snapshot()
-            | {"refused_nodes": int(self.worker.runner.refused)},
+            "drafter": worker.guard.snapshot() | refused,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
             "output_tokens": self._ended_tokens + sum(len(s.output_ids) for s in self._open()),
             "pages_in_use": allocator.in_use,
             "pages": allocator.total,
-            "kv_bytes": allocator.total * self.worker.traits.page_bytes,
-            "kv_touched_bytes": allocator.touched * self.worker.traits.page_bytes,
-            "state_bytes": self.worker.traits.state_bytes,
+            "kv_bytes": allocator.total * worker.traits.page_bytes,
+            "kv_touched_bytes": allocator.touched * worker.traits.page_bytes,
+            "state_bytes": worker.traits.state_bytes,
             "matchers": len(self.grammar.matchers),
-            "graph_bytes": self.worker.recordings.bytes,
-            "rank_pids": list(self.worker.rank_pids),
+            "graph_bytes": worker.recordings.bytes,
+            "rank_pids": list(worker.rank_pids),
             "preemptions": self.scheduler.preemptions,
-            "steps": figures.steps,
-            "grammar_ms": figures.grammar_ms,
-            "exposed_ms": figures.exposed_ms,
-            "idle_ms": figures.idle_ms,
+            **vars(figures),
             "hidden_fraction": figures.hidden_fraction,
         }
 
@@ -196,8 +191,8 @@ class EngineCore:
             return []
         start = time.perf_counter_ns()
         result, kept = self._read(step)
-        self.grammar.account(result.exposed_ms, result.idle_ms, self.scheduler.running)
         idle = {"exposed_ms": result.exposed_ms, "idle_ms": result.idle_ms}
+        self.grammar.account(**idle, sequences=self.scheduler.running)
         now = time.perf_counter_ns()
         self.timeline.record("host", "results", start, now, step.plan.index, **idle)
         return kept
@@ -217,8 +212,8 @@ class EngineCore:
         start = time.perf_counter_ns()
         self._accept(kept)
         late_ms = (time.perf_counter_ns() - start) / 1e6 if kept else 0.0
-        exposed_ms = result.exposed_ms + late_ms
-        self.grammar.account(exposed_ms, result.idle_ms, self.scheduler.running)
+        running = self.scheduler.running
+        self.grammar.account(result.exposed_ms + late_ms, result.idle_ms, running)
 
     def _read(self, step: InFlightStep) -> tuple[StepResult, list[Run]]:
         """A step's results, entered where they belong; what is kept of its runs."""
@@ -246,9 +241,7 @@ class EngineCore:
     def _end_failed(self) -> None:
         """End the requests whose matcher failed."""
         failed, self.grammar.failed = self.grammar.failed, {}
-        if not failed:
-            return
-        for sequence in self.scheduler.running:
+        for sequence in self.scheduler.running if failed else ():
             error = failed.get(sequence.request.id)
             if error is not None and sequence.finish_reason is None:
                 sequence.fail(error)

@@ -51,27 +51,19 @@ class GrammarManager:
         self._spent_ns = 0
 
     def fill(self, request_ids: Sequence[int], trees: HostTrees) -> None:
-        """Write one mask row a node of each constrained request's tree, and the run behind it.
-
-        Rows of requests without a grammar, and of nodes that the walk does not reach, become zero.
-
-        Args:
-            request_ids: Whose the trees are, in their order.
-        """
-        items, matchers = [], self.matchers
-        tokens, child, sibling = trees.tokens, trees.first_child, trees.next_sibling
-        rows, runs = trees.rows, trees.runs
-        runs.fill(-1)
-        for request_id, (first, end) in zip(
-            request_ids, pairwise(trees.offsets.tolist()), strict=True
-        ):
-            matcher, span = matchers.get(request_id), slice(first, end)
+        """Write one mask row a node of each constrained request's tree, and the run behind it;
+        ``request_ids``: whose the trees are. Rows of requests without a grammar, and of nodes that
+        the walk does not reach, become zero."""
+        items, parts = [], (trees.tokens, trees.first_child, trees.next_sibling)
+        trees.runs.fill(-1)
+        offsets = pairwise(trees.offsets.tolist())
+        for request_id, (first, end) in zip(request_ids, offsets, strict=True):
+            matcher, span = self.matchers.get(request_id), slice(first, end)
             if matcher is None:
-                rows[span] = 0
+                trees.rows[span] = 0
                 continue
-            links = tokens[span], child[span], sibling[span]
-            own = {"rows": rows[span], "runs": runs[span]}
-            items.append(FillItem(request_id, matcher, *links, **own))
+            own = {"rows": trees.rows[span], "runs": trees.runs[span]}
+            items.append(FillItem(request_id, matcher, *[part[span] for part in parts], **own))
         self._run("fill", items)
         for item in items:
             if item.error is not None:
@@ -125,13 +117,11 @@ class GrammarManager:
     def account(
         self, exposed_ms: float, idle_ms: float, sequences: Sequence[SequenceState]
     ) -> None:
-        """Close a step's books: what was done since the last call is what it cost, each request's
-        part of it by the time of its matcher.
+        """Close a step's books: what was done since the last call is what it cost, each running
+        sequence's part of it by the time of its matcher.
 
         Args:
-            exposed_ms: How long compute stood idle for the grammar.
-            idle_ms: How long it stood idle for whatever reason.
-            sequences: Those that run.
+            exposed_ms: How long compute stood idle for the grammar; ``idle_ms``: for any reason.
         """
         figures = self.figures
         figures.steps += 1

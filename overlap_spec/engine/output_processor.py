@@ -70,8 +70,7 @@ class OutputProcessor:
         handle = self._handle(sequence)
         if handle is None:
             return
-        _push_own(handle, sequence)
-        handle.push(_delta(sequence, handle.pushed_tokens, finished=False))
+        handle.push(_next_piece(handle, sequence, finished=False))
 
     def finish(self, sequence: SequenceState) -> None:
         """Hand out the last piece and the output of a sequence that has ended; a best-effort
@@ -80,7 +79,7 @@ class OutputProcessor:
         if handle is None:
             return
         assert reason is not None
-        _push_own(handle, sequence)
+        last = _next_piece(handle, sequence, finished=True)
         error, grammar = sequence.error, handle.request.grammar
         warnings = handle.request.warnings + sequence.warnings
         if grammar is not None:
@@ -95,7 +94,6 @@ class OutputProcessor:
             error=None if error is None else str(error) or type(error).__name__,
             warnings=warnings,
         )
-        last = _delta(sequence, handle.pushed_tokens, finished=True)
         last = last._replace(finish_reason=reason, warnings=warnings)
         for extra in sequence.extras.values():
             last, output = extra.complete(last, output)
@@ -103,11 +101,11 @@ class OutputProcessor:
         if reason == "stop" and grammar is not None:
             validation = self._begin_validation(grammar, output.text)
         if validation is not None:
-            unvalidated = Unvalidated(handle, last, output, validation)
-            self._unvalidated[sequence.request.id] = unvalidated
-            return
-        handle.push(last)
-        handle.end(output, None if error is None else type(error).__name__)
+            waits = Unvalidated(handle, last, output, validation)
+            self._unvalidated[sequence.request.id] = waits
+        else:
+            handle.push(last)
+            handle.end(output, None if error is None else type(error).__name__)
 
     def _handle(self, sequence: SequenceState) -> RequestHandle | None:
         """A sequence's handle; None if nobody holds it any more."""
@@ -134,22 +132,16 @@ class OutputProcessor:
                 handle.end(replace(output, verdict=verdict), None)
 
 
-def _push_own(handle: RequestHandle, sequence: SequenceState) -> None:
-    """Hand out the optional parts' own pieces."""
+def _next_piece(handle: RequestHandle, sequence: SequenceState, finished: bool) -> Delta:
+    """The new tokens, and the text that they complete; the optional parts' own pieces have been
+    handed out before."""
     for extra in sequence.extras.values():
         for piece in extra.pieces():
             handle.push(piece)
-
-
-def _delta(sequence: SequenceState, first: int, finished: bool) -> Delta:
-    """A piece: the tokens from ``first`` on, and the text that they complete."""
-    tokens = tuple(sequence.output_ids[first:])
-    delta = Delta(
-        sequence.buffer.release(finished),
-        tokens,
-        tuple(sequence.logprobs[first:]) if sequence.logprobs else (),
-        tier=sequence.tier,
-    )
+    first = handle.pushed_tokens
+    text, tokens = sequence.buffer.release(finished), tuple(sequence.output_ids[first:])
+    logprobs = tuple(sequence.logprobs[first:]) if sequence.logprobs else ()
+    delta = Delta(text, tokens, logprobs, tier=sequence.tier)
     for extra in sequence.extras.values():
         delta = extra.attach(delta, first)
     return delta
