@@ -209,7 +209,7 @@ def live(
 
     def measured() -> Iterator[PassTimes]:
         tiers, launch = policy.tiers, Tier(5, 1, 6)
-        points = list(tier_points(tiers, launch, max(BATCHES)))[:POINTS]
+        points = tier_points(tiers, launch, max(BATCHES))[:POINTS]
         for point in startup_points(launch, tiers) if at_once else points:
             draft_ms = machine.cost.draft_ms(point.batch, point.tier.steps, point.tier.top_k, 0)
             view = StepView(tuple(RequestView(n, 0) for n in range(point.batch)))

@@ -22,11 +22,8 @@ GrammarLike = Grammar | type[Any] | Callable[..., Any] | Mapping[str, Any] | re.
 
 def as_grammar(grammar: Any, additional_properties: str = "closed") -> Grammar | None:
     """What a caller gives as a grammar: a Grammar, a schema as a dict, or a type as
-    :meth:`Grammar.of` takes it; None and ``str`` are free text.
-
-    Args:
-        grammar: What is given.
-        additional_properties: As :class:`Grammar` has it; for what is no Grammar yet.
+    :meth:`Grammar.of` takes it; None and ``str`` are free text. ``additional_properties``: as
+    :class:`Grammar` has it, for what is no Grammar yet.
 
     Raises:
         GrammarError: it is text, which may mean several things, or nothing that has a grammar.
@@ -39,17 +36,13 @@ def as_grammar(grammar: Any, additional_properties: str = "closed") -> Grammar |
             f"Grammar.ebnf(text): {grammar[:60]!r}",
             "grammar",
         )
-    return Grammar.of(
-        grammar, additional_properties=cast("AdditionalProperties", additional_properties)
-    )
+    kept = cast("AdditionalProperties", additional_properties)
+    return Grammar.of(grammar, additional_properties=kept)
 
 
 def as_tools(tools: Sequence[Any] | None) -> list[Any] | None:
-    """Tool definitions as data: those of plain functions are made of what these say.
-
-    Raises:
-        InvalidRequest: one that is neither; names it.
-    """
+    """Tool definitions as data: those of plain functions are made of what these say. InvalidRequest
+    names one that is neither."""
     if tools is None:
         return None
     if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
@@ -57,9 +50,8 @@ def as_tools(tools: Sequence[Any] | None) -> list[Any] | None:
     made = [as_tool(tool) if is_function(tool) else tool for tool in tools]
     for number, tool in enumerate(made):
         if not isinstance(tool, Mapping):
-            raise InvalidRequest(
-                f"tools[{number}] is no definition, and no function: {tool!r}"[:200], "tools"
-            )
+            said = f"tools[{number}] is no definition, and no function: {tool!r}"
+            raise InvalidRequest(said[:200], "tools")
     return made
 
 
@@ -69,32 +61,31 @@ def as_prompts(prompt: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
         return [prompt], True
     if not isinstance(prompt, Sequence):
         raise InvalidRequest(f"prompt must be text, messages, or a list: {prompt!r}", "prompt")
-    if is_token_ids(prompt) or (prompt and all(isinstance(p, Mapping) for p in prompt)):
+    if is_token_ids(prompt) or _is_chat(prompt):
         return [cast("Prompt", prompt)], True
     for part in prompt:
-        if not (isinstance(part, str) or is_token_ids(part)) and not (
-            isinstance(part, Sequence) and part and all(isinstance(m, Mapping) for m in part)
-        ):
+        if not (isinstance(part, str) or is_token_ids(part) or _is_chat(part)):
             raise InvalidRequest(f"a prompt must be text or a list of messages: {part!r}", "prompt")
     return [cast("Prompt", part) for part in prompt], False
+
+
+def _is_chat(prompt: Any) -> bool:
+    listed = isinstance(prompt, Sequence) and bool(prompt)
+    return listed and all(isinstance(message, Mapping) for message in prompt)
 
 
 def each_call(
     prompt: Prompt | Sequence[Prompt], grammar: Any, sampling: Any, additional_properties: str
 ) -> tuple[list[tuple[Prompt, Grammar | None, Sampling]], bool]:
-    """Each prompt of a call with its grammar and sampling, and whether it was a single one.
-
-    Args:
-        grammar: As :func:`as_grammar` takes it, one for all or a list; a type's is made once.
-        sampling: One for all, or a list.
-        additional_properties: As for :func:`as_grammar`.
-    """
+    """Each prompt of a call with its grammar and sampling, each one for all or a list, and whether
+    it was a single one; ``grammar`` and ``additional_properties`` as :func:`as_grammar` takes
+    them."""
     prompts, single = as_prompts(prompt)
-    if isinstance(grammar, list | tuple):
-        given = _each("grammar", grammar, len(prompts))
-        grammars = [as_grammar(one, additional_properties) for one in given]
-    else:
-        grammars = [as_grammar(grammar, additional_properties)] * len(prompts)
+    if not isinstance(grammar, list | tuple):
+        # A type's is made once.
+        grammar = as_grammar(grammar, additional_properties)
+    given = _each("grammar", grammar, len(prompts))
+    grammars = [as_grammar(one, additional_properties) for one in given]
     samplings = _each("sampling", sampling, len(prompts))
     return list(zip(prompts, grammars, samplings, strict=True)), single
 
@@ -119,9 +110,8 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def copies(request: Request, count: Any) -> list[Request]:
-    """``count`` times a request, with consecutive seeds; the first one alone tells what they share:
-    the prompt's log-probabilities, and a choice's probabilities. InvalidRequest: ``count`` is no
-    number over 0."""
+    """``count`` times a request, with consecutive seeds; the first alone tells what they share: the
+    prompt's log-probabilities, and a choice's probabilities. InvalidRequest: no number over 0."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidRequest(f"n must be an integer >= 1: {count!r}", "n")
     return [_copy(request, number) for number in range(count)]
@@ -129,8 +119,7 @@ def copies(request: Request, count: Any) -> list[Request]:
 
 def _copy(request: Request, number: int) -> Request:
     # Modulo 2**64, as a signed integer.
-    seed = (request.seed + number + 2**63) % 2**64 - 2**63
-    copy = replace(request, seed=seed)
+    copy = replace(request, seed=(request.seed + number + 2**63) % 2**64 - 2**63)
     if number and request.sampling.prompt_logprobs is not None:
         copy = replace(copy, sampling=replace(copy.sampling, prompt_logprobs=None))
     if number and request.grammar is not None and request.grammar.probabilities:

@@ -40,11 +40,9 @@ def put_off_interrupts() -> Iterator[None]:
 
     Where the block does not end, in :data:`PATIENCE_S`, the next one is raised in it.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    is_main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or isinstance(handler, _PutOff):
+    if not is_main or not callable(handler) or isinstance(handler, _PutOff):
         yield
         return
     put_off = _PutOff(handler)
@@ -59,17 +57,11 @@ def put_off_interrupts() -> Iterator[None]:
 
 
 class Calls:
-    """Lets one call at a time in, while the engine is of use.
-
-    Attributes:
-        own_process: Where the engine was made.
-        closed: Whether it was closed.
-        failure: What cut a step short.
-    """
+    """Lets one call at a time in, while the engine, made in ``own_process``, is of use: it is not
+    ``closed``, and no step was cut short, by a ``failure``."""
 
     def __init__(self) -> None:
-        self.own_process, self._lock = OwnProcess(), threading.RLock()
-        self.closed = False
+        self.own_process, self._lock, self.closed = OwnProcess(), threading.RLock(), False
         self.failure: BaseException | None = None
 
     @contextmanager

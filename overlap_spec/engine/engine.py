@@ -71,12 +71,10 @@ class Engine(EngineLoop):
             prompt: Text (one user turn), a list of messages (a chat), token ids, or a list of
                 these.
             grammar: Constrains the output: a Grammar, a schema as a dict, or a type (a pydantic
-                model, dataclass, TypedDict, Enum, compiled pattern …); one for all prompts, or
-                one each.
-            sampling: SamplingParams or a mapping of its fields; one for all prompts, or one each.
+                model, dataclass, TypedDict, Enum, compiled pattern …); one for all, or one each.
+            sampling: SamplingParams or a mapping of its fields; one for all, or one each.
             n: Outputs of each prompt, at consecutive seeds; None is one, by itself.
-            options: Fields of SamplingParams, which go before those of ``sampling``; and ``raw``,
-                ``tools`` and ``priority``: see
+            options: Fields of SamplingParams, which go before those of ``sampling``, and of
                 :class:`overlap_spec.engine.input_processor.PromptOptions`.
 
         Returns:
@@ -85,10 +83,8 @@ class Engine(EngineLoop):
             ``finish_reason`` ``error``; the others go on.
 
         Raises:
-            InvalidRequest: an invalid prompt, grammar or sampling field; nothing has been
-                generated.
-            EngineUnavailable: the engine is closed, a step has failed, or this is a fork of the
-                process that made it.
+            InvalidRequest: an invalid prompt, grammar or sampling field; nothing was generated.
+            EngineUnavailable: the engine is closed, a step has failed, or this is a fork.
         """
         calls, single = each_call(prompt, grammar, sampling, self.config.additional_properties)
         count = 1 if n is None else n
@@ -108,9 +104,7 @@ class Engine(EngineLoop):
         **options: Unpack[GenerateOptions],
     ) -> Iterator[Delta]:
         """Generate for one prompt, piece by piece; closing the iterator, or dropping it, aborts the
-        request.
-
-        Several streams may run at once, in one thread or many; they share the steps.
+        request. Several streams, in one thread or many, share the steps.
 
         Raises:
             InvalidRequest, EngineUnavailable: as for :meth:`generate`, at the call.
@@ -125,28 +119,20 @@ class Engine(EngineLoop):
         sampling: Sampling = None,
         **options: Unpack[GenerateOptions],
     ) -> RequestHandle:
-        """Queue a request. The caller runs :meth:`step` until it ends, and then :meth:`release`;
-        or iterates over :meth:`pieces`, which does both. A request whose handle nobody holds any
-        more is aborted.
-
-        Raises:
-            InvalidRequest, EngineUnavailable: as for :meth:`generate`.
-        """
+        """Queue a request; raises as :meth:`generate`. The caller runs :meth:`step` until it ends,
+        and then :meth:`release`; or iterates over :meth:`pieces`, which does both. A request whose
+        handle nobody holds any more is aborted."""
         return self._enqueue(self._prepare(1, prompt, grammar, sampling, **options))[0]
 
     def pieces(self, handle: RequestHandle) -> Generator[Delta]:
         """The pieces of a submitted request, which is released at the end; runs its steps.
-
-        Raises:
-            RequestFailed: after the last piece, if the request ended with an error.
-        """
+        RequestFailed: after the last piece, if the request ended with an error."""
         try:
-            while True:
-                while handle.deltas:
+            while handle.output is None or handle.deltas:
+                if handle.deltas:
                     yield handle.deltas.popleft()
-                if handle.output is not None:
-                    break
-                self._advance(handle)
+                else:
+                    self._advance(handle)
             if handle.output.error is not None:
                 raise RequestFailed(handle.output.error)
         finally:

@@ -13,14 +13,7 @@ from overlap_spec.grammar.drafting.state_table import token_steps
 from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.scheduler.sequence import Sequence as SequenceState
-from overlap_spec.steps import (
-    COMMON_STATES,
-    RUN_TOKENS,
-    STATES,
-    TRIE_NODES,
-    GrammarMap,
-    HostTrees,
-)
+from overlap_spec.steps import COMMON_STATES, RUN_TOKENS, STATES, TRIE_NODES, GrammarMap, HostTrees
 from overlap_spec.tiers import Budget, Tier
 from overlap_spec.worker.worker import Worker, tell_drafts
 
@@ -30,15 +23,11 @@ WIDE_STEPS, WIDE_NODES = RUN_TOKENS - 1, 32
 
 class GrammarDrafts:
     """Which requests read which maps, and how large each one's next tree can be that the grammar
-    tells.
+    tells; ``pool`` follows their texts in their maps.
 
     The size is known before the next step is planned in every overlap mode, while which of a tree's
     nodes are accepted comes later in some. So the plan goes by the longest run behind any of them,
     and all modes draft alike.
-
-    Args:
-        pool: Follows the requests' texts in their maps.
-        vocabulary: What the device is told of tokens.
     """
 
     def __init__(self, worker: Worker, pool: MatcherPool, vocabulary: Vocabulary) -> None:
@@ -97,12 +86,8 @@ def matcher_pool(
     encode: Callable[[str], list[int]],
     weighed: bool,
 ) -> MatcherPool:
-    """What runs matchers in so many threads, and tells drafts, if there are any, what is forced.
-
-    Args:
-        encode: A text's tokens.
-        weighed: Whether the drafter keeps to what is forced by itself.
-    """
+    """What runs matchers in so many threads, and tells drafts, if there are any, what is forced;
+    ``encode``: a text's tokens; ``weighed``: the drafter keeps to what is forced by itself."""
     forced = None
     if config.drafter != "none":
         forced = ForcedRuns(vocabulary, encode, RUN_TOKENS, weighed=weighed)
@@ -110,11 +95,7 @@ def matcher_pool(
 
 
 class Parts:
-    """Which part of a table on the device each map has.
-
-    Args:
-        first, size: The table's rows that maps may have.
-    """
+    """Which part of a table on the device each map has: of ``size`` rows from ``first`` on."""
 
     def __init__(self, first: int, size: int) -> None:
         self._first, self._end = first, first + size
@@ -124,15 +105,12 @@ class Parts:
     def enter(self, user: int, known: GrammarMap) -> tuple[int, bool] | None:
         """The base of a map for a user, and whether it is new; None where there is no room."""
         part = self._parts.pop(id(known), None)
-        new = part is None
-        if part is None:
-            base = self._take(known.size)
-            if base is None:
-                return None
-            part = base, set(), known
-        self._parts[id(known)] = part
-        part[1].add(user)
-        return part[0], new
+        base = self._take(known.size) if part is None else part[0]
+        if base is None:
+            return None
+        users = set[int]() if part is None else part[1]
+        self._parts[id(known)] = base, users | {user}, known
+        return base, part is None
 
     def leave(self, user: int) -> None:
         """A user reads its map no more."""
@@ -163,12 +141,8 @@ def wide_tier(base: Tier) -> Tier:
 
 
 def widened(budget: Budget, told: Sequence[int]) -> Budget:
-    """A budget with room for what the grammar tells of each request; one that drafts nothing stays
-    as it is.
-
-    Args:
-        told: Nodes that each request's own tree may take, root included; 0: it has none.
-    """
+    """A budget with room for what the grammar tells of each request: ``told``, nodes that its own
+    tree may take, root included (0: it has none). One that drafts nothing stays as it is."""
     tier = budget.tier
     if not any(told) or tier.steps == 0:
         return budget

@@ -110,8 +110,7 @@ class GenerateOptions(PromptOptions, SamplingOptions, total=False):
 
 
 class Generates(Protocol[One, Many, Nested]):
-    """A call that generates: what it returns for one prompt and for several, without ``n`` and with
-    it."""
+    """What a call that generates returns for one prompt and for several, without ``n`` and with."""
 
     @overload
     def __call__(
@@ -158,21 +157,15 @@ class Generates(Protocol[One, Many, Nested]):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on prompt + output of one request, in tokens.
-
-    ``context_tokens``: of the model. ``cache_tokens``: of the whole KV cache.
-    """
+    """Limits on prompt + output of one request, in tokens: of the model's context, and of the whole
+    KV cache."""
 
     context_tokens: int
     cache_tokens: int
 
 
 class InputProcessor:
-    """Checks and tokenises the requests of one model.
-
-    Args:
-        adapters: Names of the target's adapters.
-    """
+    """Checks and tokenises the requests of one model; ``adapters``: names of the target's."""
 
     def __init__(
         self,
@@ -206,17 +199,16 @@ class InputProcessor:
         arrival_ns = time.perf_counter_ns()
         self.check_length(prompt)
         grammar = as_grammar(grammar, self._additional_properties)
-        fields = sampling_fields(options)
-        raw, tools = options.get("raw", False), as_tools(options.get("tools"))
+        fields, tools = sampling_fields(options), as_tools(options.get("tools"))
         rendering = options.get("rendering", Rendering())
         params = self._sampling(sampling, fields)
         check_text(params.stop, "stop")
         check_text(tools, "tools")
         _check_patterns(params)
-        check_text(grammar.source if grammar is not None else "", "grammar")
         if grammar is not None:
+            check_text(grammar.source, "grammar")
             _check_weighed(grammar, params)
-        ids = self.prompt_ids(prompt, raw, tools, rendering)
+        ids = self.prompt_ids(prompt, options.get("raw", False), tools, rendering)
         check_prompt_logprobs(len(ids), params.prompt_logprobs)
         # Under a grammar, an end-of-text token is allowed only where the output may end.
         ignore = params.ignore_eos and grammar is None
@@ -242,10 +234,10 @@ class InputProcessor:
         fits the context. Cheap, unlike tokenising it and counting its tokens."""
         characters = count_characters(prompt)
         if characters > self._most_characters:
+            context, most = self.limits.context_tokens, self._most_characters
             raise InvalidRequest(
-                f"the prompt has {characters} characters; the context of "
-                f"{self.limits.context_tokens} tokens holds at most {self._most_characters}, which "
-                "leaves no room for output: shorten the prompt",
+                f"the prompt has {characters} characters; the context of {context} tokens holds at "
+                f"most {most}, which leaves no room for output: shorten the prompt",
                 "prompt",
             )
         return characters
@@ -286,22 +278,21 @@ class InputProcessor:
 
     def _max_tokens(self, params: SamplingParams, prompt_tokens: int) -> int:
         """Most output tokens of a request; InvalidRequest if they do not fit."""
-        context, cache = self.limits.context_tokens, self.limits.cache_tokens
-        room = context - prompt_tokens
+        context, asked = self.limits.context_tokens, params.max_tokens
+        room, space = context - prompt_tokens, self.limits.cache_tokens - prompt_tokens
         if room < 1:
             raise InvalidRequest(
                 f"the prompt has {prompt_tokens} tokens; the context of {context} "
                 "leaves no room for output: shorten the prompt",
                 "prompt",
             )
-        if params.max_tokens is not None and params.max_tokens > room:
+        max_tokens = min(room, space) if asked is None else asked
+        if max_tokens > room:
             raise InvalidRequest(
-                f"max_tokens {params.max_tokens} and the prompt's {prompt_tokens} tokens "
-                f"exceed the context of {context}",
+                f"max_tokens {max_tokens} and the prompt's {prompt_tokens} tokens exceed the "
+                f"context of {context}",
                 "max_tokens",
             )
-        space = cache - prompt_tokens
-        max_tokens = params.max_tokens if params.max_tokens is not None else min(room, space)
         if max_tokens < 1 or max_tokens > space:
             raise InvalidRequest(
                 f"{prompt_tokens + max(max_tokens, 1)} tokens of prompt and output exceed the "
@@ -351,11 +342,9 @@ class InputProcessor:
         return tuple(found)
 
     def _check_token(self, name: str, token: int) -> None:
-        if not 0 <= token < self.tokenizer.vocab_size:
-            raise InvalidRequest(
-                f"{name}: token {token} is outside the vocabulary of {self.tokenizer.vocab_size}",
-                name,
-            )
+        size = self.tokenizer.vocab_size
+        if not 0 <= token < size:
+            raise InvalidRequest(f"{name}: token {token} is outside the vocabulary of {size}", name)
 
 
 def sampling_fields(options: GenerateOptions) -> dict[str, Any]:
@@ -396,21 +385,18 @@ def _check_weighed(grammar: Grammar, params: SamplingParams) -> None:
 def _check_patterns(params: SamplingParams) -> None:
     """Refuse patterns that cannot be searched for."""
     check_text(params.stop_regex, "stop_regex")
-    if len(params.stop_regex) > MOST_PATTERNS:
-        raise InvalidRequest(
-            f"{len(params.stop_regex)} patterns; {MOST_PATTERNS} are allowed", "stop_regex"
-        )
+    if (count := len(params.stop_regex)) > MOST_PATTERNS:
+        raise InvalidRequest(f"{count} patterns; {MOST_PATTERNS} are allowed", "stop_regex")
     for pattern in params.stop_regex:
         search(pattern, "stop_regex")
 
 
 def _unread(names: Sequence[str]) -> tuple[str, ...]:
     """Warnings of the chat template's variables that it does not read."""
-    if not names:
-        return ()
     shown = ", ".join(name[:LONGEST_TOLD] for name in names[:MOST_TOLD])
     more = f" and {len(names) - MOST_TOLD} more" if len(names) > MOST_TOLD else ""
-    return (f"chat_template_kwargs: the model's chat template does not read {shown}{more}",)
+    told = f"chat_template_kwargs: the model's chat template does not read {shown}{more}"
+    return (told,) if names else ()
 
 
 def check_prompt_logprobs(tokens: int, top: int | None) -> None:
@@ -427,18 +413,15 @@ def check_prompt_logprobs(tokens: int, top: int | None) -> None:
 
 def count_characters(prompt: Any) -> int:
     """Characters of all texts in a prompt: text, or a chat as plain data; a token id counts one."""
-    if isinstance(prompt, str):
-        return len(prompt)
     count, stack = 0, [prompt]
     while stack:
         value = stack.pop()
-        if isinstance(value, str):
+        listed = isinstance(value, list | tuple)
+        if isinstance(value, str) or (listed and value and isinstance(value[0], int)):
             count += len(value)
         elif isinstance(value, Mapping):
             stack += value.values()
-        elif isinstance(value, list | tuple) and value and isinstance(value[0], int):
-            count += len(value)
-        elif isinstance(value, list | tuple):
+        elif listed:
             stack += value
     return count
 

@@ -31,12 +31,9 @@ class EngineLoop:
         self.memory_limit_bytes = self.compiler.ceiling.most_bytes
         self.context_length = self.core.worker.traits.context_length
         self.limits = Limits(self.context_length, self.core.scheduler.allocator.longest)
+        tries, has_states = self.core.budgets.widens, self.core.worker.traits.state_bytes > 0
         self.sequences = SequenceMaker(
-            self.tokenizer,
-            self.limits,
-            self.core.budgets.widens,
-            config.complete,
-            self.core.worker.traits.state_bytes > 0,
+            self.tokenizer, self.limits, tries, config.complete, has_states
         )
         self.output_processor = OutputProcessor(self.compiler.check)
         self._calls = Calls()
@@ -50,10 +47,7 @@ class EngineLoop:
     def gather_spans(self) -> None:
         """Take the other ranks' spans since the last call into the timeline, in lanes of their own
         (``rank 1 compute``). Their clock is this process's on the same machine alone.
-
-        Raises:
-            EngineUnavailable: a rank is gone.
-        """
+        EngineUnavailable: a rank is gone."""
         with self._calls.held():
             self._calls.check_open()
             self.core.worker.gather_spans()
@@ -81,13 +75,8 @@ class EngineLoop:
     def admit(
         self, request: Request, compiled: CompiledGrammar | None = None, compile_ms: float = 0.0
     ) -> RequestHandle:
-        """Queue a request that is already processed and compiled; otherwise as :meth:`submit`.
-
-        Args:
-            request: Gets an id of this engine, in the order of the calls.
-            compiled: The compiled ``request.grammar``.
-            compile_ms: How long the request waited for that, for its statistics.
-        """
+        """Queue a processed request with its compiled grammar, for which it waited ``compile_ms``;
+        otherwise as :meth:`submit`. It gets an id of this engine, in the order of the calls."""
         return self._enqueue([self.sequences.make(request, compiled, compile_ms)])[0]
 
     def abort(self, handle: RequestHandle) -> None:
@@ -112,11 +101,8 @@ class EngineLoop:
                 self.output_processor.remove(handle)
 
     def step(self) -> bool:
-        """Run one step of the queued requests; False if there is nothing to do.
-
-        Raises:
-            EngineUnavailable: a step before it has failed.
-        """
+        """Run one step of the queued requests; False if there is nothing to do. EngineUnavailable:
+        a step before it has failed."""
         with self._calls.held():
             self._calls.check_whole()
             for request_id in self.output_processor.abandoned():

@@ -16,10 +16,9 @@ class RequestHandle:
     Attributes:
         request: Checked and tokenised, under the id of the engine or client that took it.
         deltas: Pieces that have come and are not read yet.
-        output: The whole output, once the request has ended and a best-effort output has been
-            validated.
+        output: The whole, once the request has ended and a best-effort output is validated.
         error_type: Class name of the exception whose text is ``output.error``.
-        pushed_tokens: Tokens of all pieces so far, read or not.
+        pushed_tokens: Of all pieces so far, read or not.
     """
 
     request: Request

@@ -33,31 +33,21 @@ class SequenceMaker:
         self, tokenizer: Tokenizer, limits: Limits, tries: bool, complete: bool, has_states: bool
     ) -> None:
         self._tokenizer, self._tries, self._complete = tokenizer, tries, complete
+        known = tokenizer.vocabulary, tokenizer.encode
         longest = min(limits.context_tokens, limits.cache_tokens)
-        self._surroundings = Surroundings(
-            tokenizer.vocabulary, tokenizer.encode, longest, has_states
-        )
-        self._output_tries = OutputTries(tokenizer.vocabulary, tokenizer.encode)
-        self._ids = itertools.count()
+        self._surroundings = Surroundings(*known, longest, has_states)
+        self._output_tries, self._ids = OutputTries(*known), itertools.count()
 
     def make(
         self, request: Request, compiled: CompiledGrammar | None, compile_ms: float
     ) -> Sequence:
         """A sequence of a request that gets the next number; ``compiled``: its grammar.
-
-        Raises:
-            InvalidRequest: a whole output is asked for, and none fits.
-        """
+        InvalidRequest: a whole output is asked for, and none fits."""
         request = replace(request, id=next(self._ids))
         asked, grammar = request.sampling, request.grammar
         finders = [TextSearch(search(pattern, "stop_regex")) for pattern in asked.stop_regex]
-        buffer = TextBuffer(
-            self._tokenizer.detokenizer(),
-            tuple(asked.stop),
-            finders,
-            asked.include_stop_str_in_output,
-        )
-        sequence = Sequence(request, buffer)
+        detokenizer, keeps = self._tokenizer.detokenizer(), asked.include_stop_str_in_output
+        sequence = Sequence(request, TextBuffer(detokenizer, tuple(asked.stop), finders, keeps))
         sequence.matcher = self._matcher(sequence, compiled)
         sequence.extras = extras_of(request, self._surroundings)
         if compiled is not None:
@@ -75,11 +65,11 @@ class SequenceMaker:
         before it is told that it does. None: it may be cut."""
         complete = request.sampling.complete
         # Whole texts are chosen among, where the choice is faithful.
-        if request.grammar is None or request.grammar.faithful:
+        if request.grammar is None or request.grammar.faithful or complete is False:
             return None
-        if complete is None:
-            return request.max_tokens if self._complete else None
-        return 0 if complete else None
+        if complete:
+            return 0
+        return request.max_tokens if self._complete else None
 
     def _matcher(self, sequence: Sequence, compiled: CompiledGrammar | None) -> Matcher | None:
         """A matcher of a request's grammar, whose outputs are whole if they are to be."""

@@ -103,12 +103,8 @@ def preparation(core: EngineCore) -> Iterator[bool]:
 def cost_model(
     config: EngineConfig, worker: Worker, launch: Tier, tiers: Sequence[Tier], load_s: float
 ) -> tuple[CostModel, float]:
-    """The cost model to start with, and the standard deviation of its coefficients' logarithms.
-
-    Args:
-        launch, tiers: As for :func:`startup_points`.
-        load_s: Seconds that the worker took to load.
-    """
+    """The cost model to start with, and the standard deviation of its coefficients' logarithms;
+    ``launch``, ``tiers``: as for :func:`startup_points`; ``load_s``: how long the worker loaded."""
     known = load_profile(machine_key(config))
     if known is not None:
         return known, max(PROFILE_SPREAD, known.error or 0.0)
@@ -129,16 +125,12 @@ def cost_model(
 def tier_costs(
     config: EngineConfig, worker: Worker, launch: Tier, tiers: Sequence[Tier]
 ) -> tuple[CostModel, float] | None:
-    """As :func:`cost_model`, of the tiers themselves: what wide and deep ones cost is measured.
-
-    None where the user's profile tells more, or too little could be measured.
-
-    Args:
-        tiers: All are recorded; no request may have run.
-    """
+    """As :func:`cost_model`, of the tiers themselves, all recorded: what wide and deep ones cost is
+    measured. No request may have run. None where the user's profile tells more, or too little could
+    be measured."""
     if load_profile(machine_key(config)) is not None:
         return None
-    points = list(tier_points(tiers, launch, config.max_running_requests))
+    points = tier_points(tiers, launch, config.max_running_requests)
     try:
         times = measure(worker, points, TIER_S)
     except Exception as error:  # the drafter's own, or no room for it
@@ -151,7 +143,7 @@ def tier_costs(
     return model, max(PROFILE_SPREAD, model.error or 0.0)
 
 
-def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> Iterator[Point]:
+def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> list[Point]:
     """What tells most comes first: the launch tier, the one of most nodes, the deepest and none, of
     a single request; the launch tier of most requests; the other tiers; the first four again."""
     widest = max(tiers, key=lambda tier: (tier.nodes, tier.steps))
@@ -163,7 +155,7 @@ def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> Iterator[Poin
     points += [Point(launch, batch) for batch in reversed(batches)]
     points += [Point(tier, 1) for tier in tiers]
     points += [Point(tier, batch) for batch in batches for tier in some]
-    return iter(dict.fromkeys(points))
+    return list(dict.fromkeys(points))
 
 
 def startup_points(launch: Tier, tiers: Sequence[Tier]) -> list[Point]:
@@ -175,11 +167,8 @@ def startup_points(launch: Tier, tiers: Sequence[Tier]) -> list[Point]:
 
 
 def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:
-    """The cost model of a few points, as :func:`cost_model` returns it.
-
-    Of fewer than :data:`ENOUGH_POINTS`, which a busy machine measures in its time, the fit is as
-    uncertain as what is assumed.
-    """
+    """The cost model of a few points, as :func:`cost_model` returns it. Of fewer than
+    :data:`ENOUGH_POINTS`, as a busy machine measures, it is as uncertain as what is assumed."""
     model = fit_times(times, "start-up fit")
     least = STARTUP_SPREAD if len(times) >= ENOUGH_POINTS else ASSUMED_SPREAD
     return model, max(least, 2 * (model.error or 0.0))
@@ -188,11 +177,10 @@ def startup_fit(times: Sequence[PassTimes]) -> tuple[CostModel, float]:
 def _least(times: Sequence[PassTimes]) -> list[PassTimes]:
     """Of each point the least times."""
     found: dict[Point, PassTimes] = {}
-    for point, draft_ms, verify_ms in times:
-        before = found.get(point, PassTimes(point, math.inf, math.inf))
-        found[point] = PassTimes(
-            point, min(draft_ms, before.draft_ms), min(verify_ms, before.verify_ms)
-        )
+    for new in times:
+        old = found.get(new.point, new)
+        least = min(old.draft_ms, new.draft_ms), min(old.verify_ms, new.verify_ms)
+        found[new.point] = PassTimes(new.point, *least)
     return list(found.values())
 
 
@@ -206,10 +194,8 @@ def fit_times(times: Sequence[PassTimes], source: str) -> CostModel:
     model = fit(verifies, drafts, source)
     tiers = []
     for (tier, batch, context), draft_ms, verify_ms in times:
-        told = model.verify_ms(batch * tier.nodes, batch * context) + (
-            model.draft_ms(batch, tier.steps, tier.top_k, batch * context) if draft_ms else 0.0
-        )
+        told = model.verify_ms(batch * tier.nodes, 0)
+        told += model.draft_ms(batch, tier.steps, tier.top_k, 0) if draft_ms else 0.0
         if not context and told:
-            over = (draft_ms + verify_ms) / told
-            tiers.append(TierTime(tier.steps, tier.top_k, batch, over))
+            tiers.append(TierTime(tier.steps, tier.top_k, batch, (draft_ms + verify_ms) / told))
     return replace(model, tiers=tuple(tiers))

@@ -226,11 +226,11 @@ def test_what_is_measured_of_recorded_tiers() -> None:
     off, launch, long, narrow, wide = (
         Tier(0, 1, 1), Tier(5, 1, 6), Tier(7, 1, 8), Tier(3, 4, 16), Tier(5, 4, 16)
     )  # fmt: skip
-    points = list(tier_points((off, launch, long, narrow, wide), launch, 4))
+    points = tier_points((off, launch, long, narrow, wide), launch, 4)
     extremes = launch, wide, long, off
     wanted = [*(Point(tier, 1) for tier in extremes), Point(launch, 4), Point(narrow, 1)]
     assert points == wanted + [Point(tier, 4) for tier in (wide, long, off)]
-    alone = list(tier_points((launch,), launch, 1))
+    alone = tier_points((launch,), launch, 1)
     assert alone == [Point(launch, 1)]
 
 
