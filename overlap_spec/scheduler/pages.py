@@ -23,17 +23,14 @@ class PageAllocator:
 
     Args:
         pages: Of the caches, page 0 included.
-        tree: Of pages for prompts that start alike.
+        tree: Of pages for prompts that start alike, if these are kept (``reuse``).
         reserve_tokens: Slots after its committed length that a running sequence owns.
-        reuse: Whether such pages are kept.
 
     Attributes:
-        total: Pages that can be handed out.
+        total, touched: Pages that can be handed out, and that ever were.
         longest: Tokens of the longest sequence that can run at all.
-        touched: Pages that ever were handed out.
         size: Slots of a page, in tokens.
-        granted: Pages of rows that no plan has told the worker of yet: as in
-            :class:`overlap_spec.steps.StepPlan`.
+        granted: Pages of rows that no plan has told of yet, as :attr:`StepPlan.pages` has them.
         untrusted: Pages freed since the last plan that may hold what is no number.
     """
 
@@ -49,12 +46,12 @@ class PageAllocator:
         self._used: set[int] = set()
 
     @property
-    def free_count(self) -> int:
-        return self.total - self.in_use
-
-    @property
     def in_use(self) -> int:
         return len(self._used) - self.tree.idle_pages
+
+    @property
+    def free_count(self) -> int:
+        return self.total - self.in_use
 
     def take(self, count: int) -> tuple[int, ...]:
         """``count`` pages; the caller has checked that so many are free."""
@@ -131,10 +128,9 @@ class PageAllocator:
     def _begun(self, sequence: Sequence) -> int | None:
         """The slot of the states that a sequence has waited to start from, which it now does."""
         node, sequence.start = sequence.start, None
-        if node is None:
-            return None
-        node.starting -= 1
-        return node.state
+        if node is not None:
+            node.starting -= 1
+        return node and node.state
 
     def take_back(self, sequence: Sequence) -> None:
         """Take all pages from a sequence that leaves its row."""

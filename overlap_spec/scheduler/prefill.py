@@ -13,12 +13,8 @@ from overlap_spec.steps import Chunk
 
 
 class Prefill:
-    """Shares the prompt tokens of a step out to the sequences that have some left.
-
-    Args:
-        chunk_tokens: The most of a step.
-        pages: Of the sequences.
-    """
+    """Shares the prompt tokens of a step, at most ``chunk_tokens``, out to the sequences that have
+    some left, whose ``pages`` these are."""
 
     def __init__(self, chunk_tokens: int, pages: PageAllocator) -> None:
         self._chunk_tokens, self._pages, self._passes = chunk_tokens, pages, Turns()
@@ -26,13 +22,9 @@ class Prefill:
     def chunks(
         self, prefilling: list[Sequence], grow: Callable[[Sequence, int], bool]
     ) -> Iterator[tuple[Sequence, Chunk]]:
-        """The chunks of a step, of sequences that hold the pages for them.
-
-        Args:
-            prefilling: Those admitted first come first.
-            grow: Gets a sequence its pages for so many tokens; False where that has to wait. It may
-                take the row of another one.
-        """
+        """The chunks of a step, of sequences that hold the pages for them; those admitted first
+        come first. ``grow`` gets a sequence its pages for so many tokens, and may take the row of
+        another one; False where that has to wait."""
         room = self._chunk_tokens
         for sequence, share in self._in_turn(prefilling):
             if not share or sequence.row < 0:
@@ -84,11 +76,7 @@ class Prefill:
 
     def _chunk(self, sequence: Sequence, budget: int, room: int) -> Chunk | None:
         """The next tokens to prefill: all, or full pages of them; None if not one page fits, or
-        the pass behind them has to wait.
-
-        Args:
-            room: Slots that passes behind prompts may still write in the step.
-        """
+        the pass behind them has to wait: ``room`` slots are left in the step to such passes."""
         start, size = sequence.planned_tokens, self._pages.size
         end, part, behind, final = sequence.prefill_tokens, sequence.passing, 0, True
         if part is not None and end - start <= budget:

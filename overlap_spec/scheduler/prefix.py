@@ -37,8 +37,7 @@ class PrefixTree:
 
     Args:
         page_size: Tokens of a page.
-        slots: For states at the ends of pages, of a model that has layers without keys; None: who
-            has the pages has all.
+        slots: For states at the ends of pages, if the model has layers without keys, else None.
     """
 
     def __init__(self, page_size: int, slots: Iterable[int] | None = None) -> None:
@@ -57,13 +56,12 @@ class PrefixTree:
     def find(self, tokens: Sequence[int], salt: str) -> list[Node]:
         """The path of the longest run of full pages that ``tokens`` start with, among those that
         were inserted with the same salt."""
-        path, node = [], self._root
+        path, children = list[Node](), self._root.children
         for page in self._full_pages(tokens, salt):
-            child = node.children.get(page)
-            if child is None:
+            if page not in children:
                 break
-            path.append(child)
-            node = child
+            path.append(children[page])
+            children = path[-1].children
         return path
 
     def start(self, path: list[Node]) -> list[Node]:
@@ -122,12 +120,11 @@ class PrefixTree:
         # Only what is new: a long prompt is offered again behind each of its chunks.
         held = len(path)
         for index, page in enumerate(self._full_pages(tokens, salt, held), held):
-            child = node.children.get(page)
-            if child is None:
-                child = node.children[page] = Node(node, page, pages[index])
-            self.acquire([child])
-            path.append(child)
-            node = child
+            if page not in node.children:
+                node.children[page] = Node(node, page, pages[index])
+            node = node.children[page]
+            self.acquire([node])
+            path.append(node)
 
     def merge(self, path: Sequence[Node], pages: Sequence[int]) -> list[int]:
         """Give the nodes of a path that its sequence alone holds, and has computed again, its own
@@ -163,16 +160,13 @@ class PrefixTree:
         return pages
 
     def detach(self, path: Sequence[Node]) -> list[int]:
-        """Make these nodes, and all after them, unfindable: their content is not to be trusted.
-
-        Returns:
-            Pages that this frees; others follow when their holders let go.
-        """
+        """Make these nodes, and all after them, unfindable: their content is not to be trusted; the
+        pages that this frees. Others follow when their holders let go."""
         if not path or path[0].detached:
             return []
-        first, freed, todo = path[0], [], [path[0]]
-        assert first.parent is not None
-        del first.parent.children[first.tokens]
+        freed, todo = [], [path[0]]
+        assert todo[0].parent is not None
+        del todo[0].parent.children[todo[0].tokens]
         while todo:
             node = todo.pop()
             node.detached = True

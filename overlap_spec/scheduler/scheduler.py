@@ -19,10 +19,8 @@ FAIR_TURN = 8
 
 class Scheduler:
     """Over rows and pages the holders of requests take turns; of one holder's requests by priority,
-    then first come, first served.
-
-    Every :data:`FAIR_TURN`-th start goes to the request that waited longest of its holder's, so
-    that none starves.
+    then first come, first served. Every :data:`FAIR_TURN`-th start goes to the request that waited
+    longest of its holder's, so that none starves.
 
     A sequence holds pages for what it has committed and twice the draft window after it; when
     pages run out, the sequence admitted last gives its pages up and is computed again later.
@@ -85,10 +83,9 @@ class Scheduler:
             keys = sequence.key_tokens
             if keys + reserve <= len(sequence.pages) * size:
                 continue  # There is room, as in most steps.
-            if sequence.row >= 0 and not sequence.prefilling:
-                grown = self._grow(sequence, keys)
-                if not grown and sequence.row >= 0:
-                    return None
+            grows = sequence.row >= 0 and not sequence.prefilling
+            if grows and not self._grow(sequence, keys) and sequence.row >= 0:
+                return None
         self._admit()
         if self._starts + self.preemptions != moves:
             live = self._live()
@@ -123,10 +120,8 @@ class Scheduler:
         )
 
     def commit(self, result: StepResult) -> list[tuple[Sequence, tuple[int, ...]]]:
-        """Enter a step's results; the kept tokens of each sequence that got any.
-
-        A sequence that ended meanwhile drops its result.
-        """
+        """Enter a step's results; the kept tokens of each sequence that got any. One that ended
+        meanwhile drops its result."""
         plan = result.plan
         self._committed = plan.index
         by_id = {s.request.id: s for s in self.running}
@@ -181,11 +176,8 @@ class Scheduler:
 
     def retire(self) -> list[Sequence]:
         """Free rows and pages of ended sequences that no step under way reads; returns these."""
-        ended = [
-            s
-            for s in [*self.running, *self.waiting]
-            if s.finish_reason is not None and s.last_step <= self._committed
-        ]
+        everyone = [s for s in [*self.running, *self.waiting] if s.finish_reason is not None]
+        ended = [s for s in everyone if s.last_step <= self._committed]
         for sequence in ended:
             if sequence.row >= 0:
                 self._leave(sequence)
@@ -227,10 +219,8 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, tokens: int) -> bool:
         """Pages for ``tokens`` and the reserve, taken from the sequence admitted last if need be:
-        it starts again from its tokens, first in line.
-
-        False where that has to wait: pages that a step under way reads are not free.
-        """
+        it starts again from its tokens, first in line. False where that has to wait: pages that a
+        step under way reads are not free."""
         missing = self.allocator.needed(tokens) - len(sequence.pages)
         if missing <= 0:
             return True

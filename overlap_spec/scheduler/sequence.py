@@ -25,16 +25,14 @@ class Sequence:
     ``committed_tokens``: tokens of prompt + output whose keys are cached, as far as results are
     known: the device may be one step ahead. ``prefill_tokens``: tokens known when it was admitted,
     the last of which is verified as a one-node tree; ``planned_tokens`` of them are computed or
-    under way. ``path``: nodes of the prefix tree that it holds; ``start``: that
-    from whose states its first chunk starts, until this is planned; ``branch_tokens``: how far
-    others have begun alike. ``row`` is -1 while the sequence
-    waits; ``last_step`` is the last that it is part of. ``maps``: what drafts read of its
-    grammar, where it has such: its table of states, and the trie of the texts that its whole
-    output can be. ``guide``: what drafters on the host read of it. ``extras``: the
-    optional parts that it asks for, by name; `overlap_spec/worker/extras/base.py` has their
-    contract.
-    ``untrusted``: its pages may hold what is no number. ``told``: its caller knows of its end.
-    ``warnings``: what is not kept of what was asked for.
+    under way. ``row``: -1 while it waits; ``last_step``: the last that it is part of. ``path``:
+    nodes of the prefix tree that it holds; ``start``: that from whose states its first chunk
+    starts, until this is planned; ``branch_tokens``: how far others have begun alike. ``maps``:
+    what drafts read of its grammar: its table of states, and the trie of the texts that its whole
+    output can be; ``guide``: what drafters on the host read of it. ``extras``: the optional parts
+    that it asks for, by name (`overlap_spec/worker/extras/base.py`). ``untrusted``: its pages may
+    hold what is no number. ``told``: its caller knows of its end. ``warnings``: what is not kept of
+    what was asked for.
     """
 
     request: Request
@@ -147,8 +145,8 @@ class Sequence:
         self.finish_reason, self.error = "error", error
 
     def take(self, row: RowResult, verified: bool, now_ns: int) -> tuple[int, ...]:
-        """Enter what a step brought, at ``now_ns`` of ``perf_counter_ns``: the tokens that are kept
-        of it, before the stop rules' cut."""
+        """Enter what a step brought, at ``now_ns`` of ``perf_counter_ns``; the tokens that the stop
+        rules keep of it."""
         if row.error is not None:
             self.fail(row.error)
             return ()
@@ -198,10 +196,13 @@ class Sequence:
 def _dead_end(request: Request, tokens: int) -> str:
     """Why a request has no next token behind so many."""
     sampling = request.sampling
-    names = ["the grammar"] if request.grammar is not None else []
-    names += ["allowed_token_ids"] if sampling.allowed_token_ids is not None else []
-    names += ["bad_words"] if request.banned else []
-    names += ["logit_bias"] if sampling.logit_bias else []
-    names += ["min_tokens"] if tokens < sampling.min_tokens else []
+    given = {
+        "the grammar": request.grammar is not None,
+        "allowed_token_ids": sampling.allowed_token_ids is not None,
+        "bad_words": request.banned,
+        "logit_bias": sampling.logit_bias,
+        "min_tokens": tokens < sampling.min_tokens,
+    }
+    names = [name for name, is_given in given.items() if is_given]
     allow = "together allow" if len(names) > 1 else "allows"
     return f"{' and '.join(names)} {allow} no token here: a dead end"

@@ -34,12 +34,8 @@ class Finder(Protocol):
 
 
 class TextBuffer:
-    """The text of one output, and how much of it can no longer be part of a stop string.
-
-    Args:
-        finders: Of the patterns that end the output.
-        keep_stop: Whether the text keeps the stop string that ends it.
-    """
+    """The text of one output, and how much of it can no longer be part of a stop string;
+    ``finders`` are of the patterns that end it; with ``keep_stop`` it keeps the stop string."""
 
     def __init__(
         self,
@@ -55,10 +51,8 @@ class TextBuffer:
         self._longest = max(map(len, stops), default=0)
 
     def push(self, tokens: Sequence[int], unwatched: int = 0) -> tuple[int, str] | None:
-        """Append the text of tokens, up to the one that completes a stop string or a match.
-
-        Args:
-            unwatched: The first of these that may not complete one.
+        """Append the text of tokens, up to the one that completes a stop string or a match, which
+        the first ``unwatched`` of them may not.
 
         Returns:
             Its index and the stop string, before which the text is cut, or the pattern, after whose
@@ -68,15 +62,11 @@ class TextBuffer:
             self.text += self._detokenizer.push(tokens)
             return None
         for index, token in enumerate(tokens):
-            before = len(self.text)
+            before, watched = len(self.text), index >= unwatched
             added = self._detokenizer.push((token,))
             self.text += added
-            watched = index >= unwatched
-            ends = [
-                (before + end, finder.source)
-                for finder in self._finders
-                if (end := finder.push(added, watched)) is not None
-            ]
+            found = [(finder.push(added, watched), finder.source) for finder in self._finders]
+            ends = [(before + end, source) for end, source in found if end is not None]
             if watched and added:
                 ends += self._stops_from(max(before - self._longest + 1, 0))
             if ends:
@@ -98,15 +88,8 @@ class TextBuffer:
         """Text that may be shown now and was not shown before."""
         end = len(self.text)
         if self._stops and not finished:
-            end -= max(
-                (
-                    n
-                    for stop in self._stops
-                    for n in range(1, min(len(stop), len(self.text) + 1))
-                    if self.text.endswith(stop[:n])
-                ),
-                default=0,
-            )
+            begun = (stop[:n] for stop in self._stops for n in range(1, min(len(stop), end + 1)))
+            end -= max((len(part) for part in begun if self.text.endswith(part)), default=0)
         shown = self.text[self._sent : end]
         self._sent = max(self._sent, end)
         return shown
@@ -116,11 +99,8 @@ def cut(request: Request, output_tokens: int, buffer: TextBuffer, run: Sequence[
     """Cut an accepted run by the request's stop rules; the earliest token wins.
 
     At one token the order is: stop token, stop string or pattern, length. A grammar that has ended
-    allows nothing but stop tokens.
-
-    Args:
-        output_tokens: Tokens already in the output.
-        buffer: Its text; takes in the kept tokens.
+    allows nothing but stop tokens. ``output_tokens`` are in the output already; ``buffer``, its
+    text, takes in the kept ones.
     """
     room = request.max_tokens - output_tokens
     run = run[:room]
@@ -128,8 +108,7 @@ def cut(request: Request, output_tokens: int, buffer: TextBuffer, run: Sequence[
     if not request.stop_ids.isdisjoint(run):
         at = next(i for i, token in enumerate(run) if token in request.stop_ids)
         text, stop_token = run[:at], run[at]
-    unwatched = request.sampling.min_tokens - output_tokens - 1
-    found = buffer.push(text, unwatched)
+    found = buffer.push(text, request.sampling.min_tokens - output_tokens - 1)
     if found is not None:
         return Cut(found[0] + 1, "stop", found[1])
     if stop_token is not None:
