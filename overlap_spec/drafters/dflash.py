@@ -34,9 +34,8 @@ class DFlashDrafter(MarginalDrafter):
         cls, config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
     ) -> Self:
         drafter = super().build(config, target, tables, make_cache)
-        shape = drafter.head.config
-        assert isinstance(shape, DFlashConfig)
-        learnt = shape.block_tokens - 1
+        assert isinstance(drafter.head.config, DFlashConfig)
+        learnt = drafter.head.config.block_tokens - 1
         if config.num_steps > learnt:
             log.warning(
                 "num_steps %d: %s has learnt to draft %d deep; deeper ones are worse",
@@ -58,17 +57,15 @@ class DFlashDrafter(MarginalDrafter):
         # A slot is one behind its position, for the windows too.
         slots, causal = positions + 1, self.head.config.causal
         every = torch.ones(width, width, dtype=torch.bool, device=tokens.device)
+        places = roots.pages, slots, roots.positions + 1, slots
         ways = {
-            way: self.cache.attend(
-                roots.pages, slots, roots.positions + 1, slots,
-                None if way else every.expand(batch, -1, -1),
-            )
+            way: self.cache.attend(*places, None if way else every.expand(batch, -1, -1))
             for way in set(causal)
-        }  # fmt: skip
+        }
 
         def attend(layer: int, heads: Heads) -> Tensor:
             return ways[causal[layer]](layer, heads)
 
-        places = positions.clamp(max=self.last_position)
-        out: Tensor = self.head(self.embed_tokens(tokens.flatten()), places.flatten(), attend)
+        at = positions.clamp(max=self.last_position).flatten()
+        out: Tensor = self.head(self.embed_tokens(tokens.flatten()), at, attend)
         return out.view(batch, width, -1)[:, 1:]

@@ -22,8 +22,7 @@ class DraftModelDrafter(TreeDrafter):
     """Any checkpoint that the target could be; its state is its last hidden state.
 
     Of another vocabulary its head keeps the tokens that the target has too. Where the target's
-    context is longer than the model's own, later tokens all stand at its last position: its drafts
-    get worse there.
+    context is longer, later tokens all stand at its own last position: drafts get worse there.
     """
 
     read: Tensor
@@ -80,9 +79,9 @@ class DraftModelDrafter(TreeDrafter):
     def advance(
         self,
         tokens: Tensor,
-        before: Tensor | None,  # noqa: ARG002
+        before: Tensor | None,
         positions: Tensor,
-        attend: Attend,
+        attend: Attend,  # noqa: ARG002
     ) -> Tensor:
         places = positions.clamp(max=self.own_last_position)
         state: Tensor = self.model(self.read[tokens], places, attend)[0]

@@ -13,10 +13,8 @@ from overlap_spec.tiers import Tier
 
 
 def forced_first(roots: Roots, scores: Tensor, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Candidates with the token first that is forced behind each root at this step, if any.
-
-    It gets score 0, that of certainty. It is taken out of the others, or takes the place of the
-    last, so that all stay distinct.
+    """Candidates with the token first that is forced behind each root at this step, if any, with
+    the score of certainty, 0. It is taken out of the others, or takes the last one's place.
 
     Args:
         scores, tokens: ``(B, k)``: log-probabilities and tokens, descending, of the children of the
@@ -32,16 +30,9 @@ def forced_first(roots: Roots, scores: Tensor, tokens: Tensor, step: int) -> tup
     # Candidate j moves back by one, up to the place from which the forced token came.
     before = (tokens == forced).cumsum(1) == 0
     moves = before[:, :-1] & there
-    scores = torch.cat(
-        [scores[:, :1].masked_fill(there, 0.0), scores[:, 1:].where(~moves, scores[:, :-1])], 1
-    )
-    tokens = torch.cat(
-        [
-            torch.where(there, forced, tokens[:, :1]),
-            torch.where(moves, tokens[:, :-1], tokens[:, 1:]),
-        ],
-        1,
-    )
+    first = scores[:, :1].masked_fill(there, 0.0), torch.where(there, forced, tokens[:, :1])
+    others = [torch.where(moves, each[:, :-1], each[:, 1:]) for each in (scores, tokens)]
+    scores, tokens = (torch.cat(pair, 1) for pair in zip(first, others, strict=True))
     return scores, tokens
 
 

@@ -26,11 +26,8 @@ class HeadDrafter(TreeDrafter):
     Args:
         head: Called with embeddings ``(T, E)``, states before ``(T, H)``, positions int64 ``(T,)``
             and attention over the cache; returns states ``(T, H)``.
-        target: Whose features it reads.
-        cache: The head's own.
-        rows: Rows of the tables.
+        rows: Of the tables.
         width: H, channels of a state; None: the head's own.
-        offsets: As :class:`TreeDrafter` takes them.
 
     Attributes:
         load_head: Reads the head of a folder, which is for a target, in a type.

@@ -46,8 +46,7 @@ class Marginals(Growth):
     A branch's state is the number of its row: int64 ``(..., 1)``.
 
     Args:
-        drafter: Whose vocabulary it is.
-        logits: ``(B * depth, V)``, one root's depths after the other's.
+        logits: ``(B * depth, V)`` of the drafter's vocabulary, one root's depths after another's.
         most: Most children of a node.
     """
 
@@ -61,8 +60,8 @@ class Marginals(Growth):
         noise = None
         if roots.temperature is not None and roots.seeds is not None:
             places = roots.positions[:, None] + torch.arange(1, depth + 1, device=logits.device)
-            seeds = roots.seeds.repeat_interleave(depth)
-            temperature = roots.temperature.repeat_interleave(depth)
+            told = roots.temperature, roots.seeds
+            temperature, seeds = (each.repeat_interleave(depth) for each in told)
             noise = Noise(temperature, noise_keys(seeds, places.flatten()))
         # Branches of one depth differ in what the grammar allows alone.
         self.best = top_candidates(logits, min(most, logits.shape[1]), self.offsets, noise)
@@ -75,11 +74,7 @@ class Marginals(Growth):
         return at.before + 1
 
     def candidates(
-        self,
-        states: Tensor,
-        k: int,
-        noise: Noise | None = None,
-        standing: GrammarStanding | None = None,
+        self, states: Tensor, k: int, noise: Noise | None, standing: GrammarStanding | None
     ) -> tuple[Tensor, Tensor]:
         rows = states.flatten()
         score, token = (each[rows] for each in self.best)

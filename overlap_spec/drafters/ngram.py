@@ -11,7 +11,6 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.drafters.base import HostDraft
@@ -25,11 +24,8 @@ NUMBERS_BYTES = 36 + 28
 MATCHES = 16
 
 
-class Match(NamedTuple):
-    """What followed an n-gram of ``size`` tokens where it stood before."""
-
-    size: int
-    tokens: list[int]
+# Of an n-gram: how many tokens it has, and what followed where it stood before.
+Match = tuple[int, list[int]]
 
 
 class NgramTable:
@@ -121,7 +117,7 @@ class NgramIndex:
             steps: Most tokens of each.
             periodic: Whether the text ends with that n-gram: where a match's tokens end there too,
                 they go on as if they were repeated.
-            seen: Positions that are of no interest, to which those that are found are added.
+            seen: Positions of no interest, to which those that are found are added.
         """
         for at in self._tables[size - 1].positions(key):
             if at in seen:
@@ -133,7 +129,7 @@ class NgramIndex:
             elif periodic:
                 period = len(self.text) - at
                 found += [found[i % period] for i in range(len(found), steps)]
-            yield Match(size, found)
+            yield size, found
 
     @property
     def bytes(self) -> int:
@@ -143,9 +139,7 @@ class NgramIndex:
     def _room(self, table: NgramTable, key: int) -> float:
         """Tokens that follow an n-gram in its own text, as far as they matter."""
         at = next(table.positions(key), None)
-        if at is None:
-            return math.inf
-        held = self.text[at : at + self._longest].tolist()
+        held = [] if at is None else self.text[at : at + self._longest].tolist()
         return held.index(END) if END in held else math.inf
 
 
@@ -157,13 +151,8 @@ class NgramDrafter(LookupDrafter[NgramIndex]):
 
     def make_index(self) -> NgramIndex:
         config = self.config
-        return NgramIndex(
-            self.size,
-            self.vocab_size,
-            config.ngram_use_oldest,
-            config.ngram_keep_all,
-            max(config.num_steps, 1),
-        )
+        ways = config.ngram_use_oldest, config.ngram_keep_all
+        return NgramIndex(self.size, self.vocab_size, *ways, max(config.num_steps, 1))
 
     def look_up(self, history: History, pool: TextPool[NgramIndex], tier: Tier) -> HostDraft:
         # What is forced goes in front of what may follow it.
@@ -198,12 +187,12 @@ def draft_of(matches: Iterable[Match], tier: Tier, forced: Sequence[int]) -> Hos
     """
     counts: dict[tuple[int, ...], int] = {}
     after: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for match in matches:
-        for depth in range(len(match.tokens) + 1):
-            path = tuple(match.tokens[:depth])
+    for size, tokens in matches:
+        for depth in range(len(tokens) + 1):
+            path = tuple(tokens[:depth])
             if path and path not in counts:
                 after.setdefault(path[:-1], []).append(path)
-            counts[path] = counts.get(path, 0) + match.size
+            counts[path] = counts.get(path, 0) + size
 
     def children(path: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...], float]]:
         below = after.get(path, [])
@@ -211,5 +200,4 @@ def draft_of(matches: Iterable[Match], tier: Tier, forced: Sequence[int]) -> Hos
         for child in sorted(below, key=lambda child: -counts[child])[: tier.top_k]:
             yield child[-1], child, counts[child] / total
 
-    root: tuple[int, ...] = ()
-    return best_first(root, children, tier.nodes - 1, forced)
+    return best_first(tuple[int, ...](), children, tier.nodes - 1, forced)

@@ -87,8 +87,7 @@ class LookupDrafter(Drafter, Generic[Index]):
     """Proposes what the known text says of a request's last tokens.
 
     Each request has a pool of its own text. A public pool, where it is asked for, has that of
-    requests that have ended: one request's text then shapes others' drafts, and with them others'
-    speed, never their text.
+    requests that have ended, which then shapes others' drafts and speed, never their text.
 
     Attributes:
         size: Tokens at the end of a text that are looked up at most.
@@ -100,12 +99,11 @@ class LookupDrafter(Drafter, Generic[Index]):
     def __init__(self, config: EngineConfig, vocab_size: int) -> None:
         super().__init__()
         self.config, self.vocab_size, self.size = config, vocab_size, self.longest(config)
-        self._most = config.max_running_requests
-        shares = self._most * (2 if config.ngram_public_pool else 1)
-        self._share = config.ngram_pool_bytes // shares
+        self._most, most_bytes = config.max_running_requests, config.ngram_pool_bytes
+        self._share = most_bytes // (self._most * (1 + config.ngram_public_pool))
         self.public: TextPool[Index] | None = None
         if config.ngram_public_pool:
-            self.public = TextPool(self.make_index, self.size, config.ngram_pool_bytes // 2)
+            self.public = TextPool(self.make_index, self.size, most_bytes // 2)
         self.pools: OrderedDict[int, TextPool[Index]] = OrderedDict()
 
     @classmethod
@@ -134,13 +132,12 @@ class LookupDrafter(Drafter, Generic[Index]):
 
     def _pool(self, history: History) -> TextPool[Index]:
         """The request's pool, with its new tokens."""
+
+        def make() -> TextPool[Index]:
+            return TextPool(self.make_index, self.size, self._share)
+
         # Requests that wait for their turn again must not add up.
-        pool = newest(
-            self.pools,
-            history.request_id,
-            lambda: TextPool(self.make_index, self.size, self._share),
-            self._most,
-        )
+        pool = newest(self.pools, history.request_id, make, self._most)
         end = min(len(history), pool.added + TOKENS_A_STEP)
         pool.add(history.tokens(pool.added, end))
         return pool
@@ -160,8 +157,7 @@ def best_first(
         forced: Tokens that are certain, of which ``root`` is the last.
     """
     tokens = list(forced[:count])
-    parents = list(range(len(tokens)))
-    scores = [0.0] * len(tokens)
+    parents, scores = list(range(len(tokens))), [0.0] * len(tokens)
     heap: list[tuple[float, int, int, int, Node]] = []
     order, cost = 0, 0.0
     while len(tokens) < count:

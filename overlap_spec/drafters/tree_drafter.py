@@ -52,10 +52,7 @@ class Branches(NamedTuple):
 
 class Growth(ABC):
     """Grows chains and trees behind roots: ``top_k`` branches a step, and of all steps the best
-    nodes are kept.
-
-    A branch is a token and a *state*, from which its children come.
-    """
+    nodes are kept. A branch is a token and a *state*, from which its children come."""
 
     @abstractmethod
     def root_states(self, roots: Roots) -> Tensor:
@@ -67,19 +64,11 @@ class Growth(ABC):
 
     @abstractmethod
     def candidates(
-        self,
-        states: Tensor,
-        k: int,
-        noise: Noise | None = None,
-        standing: GrammarStanding | None = None,
+        self, states: Tensor, k: int, noise: Noise | None, standing: GrammarStanding | None
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and target ids of the k best next tokens, descending:
-        ``(T, H)`` → ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them.
-
-        Args:
-            standing: Where the ``T`` rows stand: the candidates are those of
-                :func:`overlap_spec.kernels.legal_candidates`.
-        """
+        """Log-probabilities and target ids of the k best next tokens, descending: ``(T, H)`` →
+        ``(T, k)``, as :func:`overlap_spec.kernels.top_candidates` makes them; where ``standing`` is
+        given, of the ``T`` rows, as :func:`overlap_spec.kernels.legal_candidates`."""
 
     def draft(self, roots: Roots, tier: Tier) -> Draft:
         """See :meth:`Drafter.draft`."""
@@ -155,17 +144,13 @@ class Growth(ABC):
             mask = grown.mask
         every = torch.cat(scores, 1)
         kept = rerank(every, tier.nodes - 1)
-        return Draft(
-            torch.cat(tokens, 1).gather(1, kept),
-            _renumber(torch.cat(parents, 1), kept),
-            every.gather(1, kept),
-        )
+        above = _renumber(torch.cat(parents, 1), kept)
+        return Draft(torch.cat(tokens, 1).gather(1, kept), above, every.gather(1, kept))
 
 
 class TreeDrafter(Growth, Drafter):
-    """A branch's state is the model's output there, which it may read again.
-
-    Between steps one state a row is kept: the root's.
+    """A branch's state is the model's output there, which it may read again; between steps one
+    state a row is kept: the root's.
 
     Args:
         cache: The model's own; slot i holds token i.
@@ -217,11 +202,7 @@ class TreeDrafter(Growth, Drafter):
         """Of the next token, over the draft vocabulary: ``(T, H)`` → ``(T, V)``, contiguous."""
 
     def candidates(
-        self,
-        states: Tensor,
-        k: int,
-        noise: Noise | None = None,
-        standing: GrammarStanding | None = None,
+        self, states: Tensor, k: int, noise: Noise | None, standing: GrammarStanding | None
     ) -> tuple[Tensor, Tensor]:
         logits = self.logits(states)
         if standing is None:
@@ -233,12 +214,8 @@ class TreeDrafter(Growth, Drafter):
         return features
 
     def extend(self, committed: Committed) -> None:
-        states = self.advance(
-            committed.tokens,
-            self.states_before(committed.features),
-            committed.positions,
-            committed.attend(self.cache),
-        )
+        before, attend = self.states_before(committed.features), committed.attend(self.cache)
+        states = self.advance(committed.tokens, before, committed.positions, attend)
         self.root_state.index_copy_(0, committed.rows, states[committed.last])
 
     def root_states(self, roots: Roots) -> Tensor:

@@ -38,7 +38,7 @@ def test_a_published_layout_computes_what_it_should(
         # The last row is that of padding.
         (row,) = drafter.root_state[:-1].abs().sum(1).nonzero().flatten().tolist()
         state = drafter.root_state[row : row + 1]
-        scores, drafted, *_ = drafter.candidates(state, 4)
+        scores, drafted, *_ = drafter.candidates(state, 4, None, None)
 
     tokens = torch.tensor([*prompt, *output.token_ids])
     kept = reference(tokens[None], output_hidden_states=True)

@@ -38,7 +38,7 @@ def test_a_published_layout_computes_what_it_should(tmp_path: Path, layout: str)
         # The last row is that of padding.
         (row,) = drafter.root_state[:-1].abs().sum(1).nonzero().flatten().tolist()
         state = drafter.root_state[row : row + 1].clone()
-        scores, drafted, *_ = drafter.candidates(state, 4)
+        scores, drafted, *_ = drafter.candidates(state, 4, None, None)
         shared = names.copies != "own"
         assert hasattr(drafter.head, "embed_tokens") == (not shared)
         assert hasattr(drafter.head, "head") == (not shared)

@@ -98,7 +98,7 @@ def test_a_tree_has_the_best_nodes_by_the_product_of_marginals(
         drafter = engine.core.worker.runner.drafter
         for (roots, draft), states in zip(seen.drafts, seen.states, strict=True):
             levels = [
-                drafter.candidates(states[:, depth], 3, roots.noise(depth + 1, 1))[:2]
+                drafter.candidates(states[:, depth], 3, roots.noise(depth + 1, 1), None)[:2]
                 for depth in range(3)
             ]
             paths = {}
