@@ -79,9 +79,9 @@ class DraftModelDrafter(TreeDrafter):
     def advance(
         self,
         tokens: Tensor,
-        before: Tensor | None,
+        before: Tensor | None,  # noqa: ARG002
         positions: Tensor,
-        attend: Attend,  # noqa: ARG002
+        attend: Attend,
     ) -> Tensor:
         places = positions.clamp(max=self.own_last_position)
         state: Tensor = self.model(self.read[tokens], places, attend)[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import re
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -134,13 +134,12 @@ class Table:
         state, slot, value = place
         ended = list[Place]()
         for byte in text:
-            if self.forced(state) >= 0:
-                if slot >= 0:
-                    ended.append(Place(state, slot, value))
-                slot, value = -1, b""
-            else:
+            if self.forced(state) < 0:
                 slot = state if slot < 0 else slot
                 value = (value + bytes((byte,)))[-LONGEST:]
+            elif slot >= 0:
+                ended.append(Place(state, slot, value))
+                slot, value = -1, b""
             state = self._moves[state + byte]
         return Place(state, slot, value), ended
 
@@ -270,7 +269,14 @@ class Filling:
         run = forced[: tier.steps]
         ahead = self.text_of(run)
         place, _ = self.table.read(self.place, ahead)
-        chances = self._chances(place, self._said + ahead, tier, len(run))
+        # How likely each path of tokens is behind that place.
+        chances: dict[tuple[int, ...], float] = {}
+        most, said = tier.steps - len(run), self._said + ahead
+        room = most * BYTES_A_TOKEN
+        for text, chance in self._texts_behind(place, said, room, tier.top_k) if most > 0 else ():
+            path = tuple(self._tokens(text)[:most])
+            for end in range(1, len(path) + 1):
+                chances[path[:end]] = chances.get(path[:end], 0.0) + chance
         below: dict[tuple[int, ...], list[tuple[float, int]]] = {}
         for path, chance in chances.items():
             below.setdefault(path[:-1], []).append((chance, path[-1]))
@@ -280,21 +286,7 @@ class Filling:
             for chance, token in sorted(below.get(path, ()), reverse=True)[: tier.top_k]:
                 yield token, (*path, token), min(STEP, chance / whole)
 
-        root: tuple[int, ...] = ()
-        return best_first(root, children, tier.nodes - 1, run)
-
-    def _chances(
-        self, place: Place, said: bytes, tier: Tier, depth: int
-    ) -> dict[tuple[int, ...], float]:
-        """How likely each path of tokens is behind a place, from ``depth`` on."""
-        chances: dict[tuple[int, ...], float] = {}
-        most = tier.steps - depth
-        if most > 0:
-            for text, chance in self._texts_behind(place, said, most * BYTES_A_TOKEN, tier.top_k):
-                path = tuple(self._tokens(text)[:most])
-                for end in range(1, len(path) + 1):
-                    chances[path[:end]] = chances.get(path[:end], 0.0) + chance
-        return chances
+        return best_first(tuple[int, ...](), children, tier.nodes - 1, run)
 
     def _tokens(self, text: bytes) -> Sequence[int]:
         def encode() -> Sequence[int]:
@@ -339,37 +331,28 @@ class Filling:
 
     def options(self, place: Place, said: bytes) -> list[tuple[bytes, float]]:
         """What may come at a place where there is a choice: texts and their chances, the best
-        first.
-
-        Args:
-            said: The output's text as far as the place, or its end.
-        """
+        first; ``said``: the output's text as far as the place, or its end."""
         state, slot, value = place
         if state < FIRST:
             return []
         if place in self._options:
             return self._options[place]
-        weights: dict[bytes, float] = {}
-
-        def add(text: bytes, weight: float) -> None:
-            weights[text] = weights.get(text, 0.0) + weight
-
+        weights = defaultdict[bytes, float](float)
         had_here = state if slot < 0 else slot
         for values, trust in ((self.earlier, EARLIER), (self.own, OWN)):
             had: Mapping[bytes, int] = values.get(had_here, {})
             often = sum(had.values())
             for text, count in had.items():
                 if text.startswith(value) and text != value:
-                    add(text[len(value) :], trust * count / often)
+                    weights[text[len(value) :]] += trust * count / often
         spans = self._spans(place, said[: len(said) - len(value)])
         total = sum(weight for _, weight in spans)
         for text, weight in spans:
-            add(text, weight / total)
+            weights[text] += weight / total
         ways = self.table.ways(state)
-        if len(ways) <= FEW_WAYS:
-            for byte in ways:
-                if not any(text[0] == byte for text in weights):
-                    add(bytes((byte,)), OPENS if byte in LIKELY else FEW)
+        for byte in ways if len(ways) <= FEW_WAYS else ():
+            if not any(text[0] == byte for text in weights):
+                weights[bytes((byte,))] = OPENS if byte in LIKELY else FEW
         total = sum(weights.values()) + DOUBT
         best = heapq.nlargest(OPTIONS, weights.items(), key=lambda option: option[1])
         self._options[place] = found = [(text, weight / total) for text, weight in best]
@@ -378,23 +361,18 @@ class Filling:
     def _spans(self, place: Place, before: bytes) -> list[tuple[bytes, float]]:
         """Spans of the prompt that go on with a place's value, with weights."""
         value = place.value.lstrip(OPENING)
-        if not value:
-            starts = self._starts(place.state, before)
-            return [
-                (text, weight * share)
-                for start, weight in starts
-                for text, share in self._ends_of(start, place.state, start)
-            ]
-        for found in WORD.finditer(value):
-            end = value[found.start() :]
-            places = [at for at in self.prompt.places(end) if at in self.prompt.weights]
-            if places:
-                return [
-                    (text, share)
-                    for at in places
-                    for text, share in self._ends_of(at + len(end), place.state, at)
-                ]
-        return []
+        starts, read = [] if value else self._starts(place.state, before), 0
+        for word in WORD.finditer(value):
+            end = value[word.start() :]
+            starts = [(at, 1.0) for at in self.prompt.places(end) if at in self.prompt.weights]
+            if starts:
+                read = len(end)
+                break
+        return [
+            (text, weight * share)
+            for start, weight in starts
+            for text, share in self._ends_of(start + read, place.state, start)
+        ]
 
     def _starts(self, state: int, before: bytes) -> list[tuple[int, float]]:
         """Where spans may start that fill a slot, with weights, the likeliest first."""
@@ -402,11 +380,11 @@ class Filling:
         ways = frozenset(self.table.ways(state))
         prompt, known, again = self.prompt.text, self.prompt.weights, USED if free else USED_FEW
         found = [
-            (start, (known[start] if free else 1.0) * (again if start in used else 1.0))
-            for start in known
+            (start, (weight if free else 1.0) * (again if start in used else 1.0)
+                    * (NEAR if start in near else 1.0))
+            for start, weight in known.items()
             if prompt[start] in ways
-        ]
-        found = [(start, weight * (NEAR if start in near else 1.0)) for start, weight in found]
+        ]  # fmt: skip
         return heapq.nlargest(STARTS, found, key=lambda item: item[1])
 
     def _ends_of(self, at: int, state: int, start: int) -> list[tuple[bytes, float]]:
