@@ -50,11 +50,9 @@ class MakeCache(Protocol):
 
 
 class Tables(Protocol):
-    """The rows' state on the device; R rows, the last of which belongs to no request.
-
-    ``committed`` int64 ``(R,)``: the root's position. ``roots`` int64 ``(R,)``: last committed
-    tokens. ``pages`` int64 ``(R, P)``. ``vocab_size``: the target's.
-    """
+    """The rows' state on the device, int64; R rows, the last of which belongs to no request:
+    ``committed (R,)``, the roots' positions, ``roots (R,)``, last committed tokens, and ``pages
+    (R, P)``. ``vocab_size``: the target's."""
 
     committed: Tensor
     roots: Tensor
@@ -160,8 +158,8 @@ class Drafter(nn.Module, ABC):
     A recorded drafter's methods are run once and replayed for batches of other sizes: what they do
     depends on shapes and on the tier alone, sizes are taken from ``tensor.shape``, no result is
     read on the host, and what is kept between calls is a registered buffer with an entry for each
-    row of the tables, written in place. The worker checks a recording against the method itself,
-    and a drafter that raises, or is recorded wrongly, costs no request anything but its drafts.
+    row of the tables, written in place. The worker checks a recording against the method itself. A
+    drafter that raises, or is recorded wrongly, costs requests their drafts alone.
 
     Attributes:
         feature_layers: Layers of the target whose inputs :meth:`extend` receives (``num_layers``:
@@ -238,11 +236,8 @@ class Drafter(nn.Module, ABC):
 
 
 def host_draft(drafts: Sequence[HostDraft], tier: Tier) -> tuple[Int64s, Int64s, Floats]:
-    """Drafts of a batch as rectangles ``(B, tier.nodes - 1)``: what is missing is dead.
-
-    Raises:
-        ValueError: a draft that is too long or whose parents are no earlier nodes.
-    """
+    """Drafts of a batch as rectangles ``(B, tier.nodes - 1)``: what is missing is dead. ValueError:
+    a draft that is too long or whose parents are no earlier nodes."""
     shape = len(drafts), tier.nodes - 1
     tokens, parents = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
     scores = np.full(shape, -np.inf, np.float32)

@@ -16,11 +16,8 @@ from overlap_spec.models.tensors import tensor_names
 
 
 def load_drafter(name: str) -> type[Drafter]:
-    """The drafter's class.
-
-    Args:
-        name: As :attr:`overlap_spec.config.EngineConfig.drafter` says it; of several in a row the
-            class that joins them.
+    """The drafter's class, by :attr:`overlap_spec.config.EngineConfig.drafter`; of several in a row
+    the one that joins them.
 
     Raises:
         ConfigError: there is no such drafter, or what the name leads to is none.
@@ -40,27 +37,19 @@ def make_drafter(
     config: EngineConfig, target: Decoder, tables: Tables, make_cache: MakeCache
 ) -> Drafter:
     """The settings' drafter for ``target``; an object that is given is the drafter itself.
-
-    Raises:
-        ConfigError: as :func:`load_drafter`, or what is given is no drafter.
-    """
+    ConfigError: as :func:`load_drafter`, or what is given is no drafter."""
     given = config.own_drafter
     if isinstance(given, Drafter):
         return given
-    if given is None:
-        given = load_drafter(config.drafter)
-    elif not (inspect.isclass(given) and issubclass(given, Drafter)):
+    kind = load_drafter(config.drafter) if given is None else given
+    if not (inspect.isclass(kind) and issubclass(kind, Drafter)):
         raise ConfigError(f"algorithm: {given!r} is no Drafter, nor a class of one")
-    built: Drafter = given.build(config, target, tables, make_cache)
-    return built
+    return kind.build(config, target, tables, make_cache)
 
 
 def drafter_of_folder(folder: Path) -> str:
     """Name of the drafter that a folder of weights is for, by the names of its tensors.
-
-    Raises:
-        CheckpointError: the weights or ``config.json`` cannot be read.
-    """
+    CheckpointError: the weights or ``config.json`` cannot be read."""
     names = {name.removeprefix("model.") for name in tensor_names(folder)}
     if "embed_tokens.weight" in names and "fc.weight" not in names:
         return "draft_model"

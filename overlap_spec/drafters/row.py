@@ -36,30 +36,25 @@ PAUSE = 8
 
 @dataclass
 class Tally:
-    """A sum over what was hoped for, discounted with every step: tokens expected, or steps."""
+    """How much came of what was ``hoped`` for, tokens or steps, discounted with every step."""
 
-    hoped: float
-    got: float
+    hoped: float = BEFORE
+    got: float = BEFORE
 
     @property
     def share(self) -> float:
-        """What came of each one that was hoped for."""
         return self.got / self.hoped
 
     def add(self, hoped: float, got: float) -> None:
         """Enter one step."""
         self.hoped, self.got = KEPT * self.hoped + hoped, KEPT * self.got + got
 
-    def lean(self) -> Tally:
-        """As much, of the weight that it has for a new request."""
-        return Tally(BEFORE, BEFORE * self.share)
-
 
 @dataclass
 class Known:
     """Of one request: a tally of each member, the model's last; what was drafted at which length;
-    what the next step may draft of it, and whether the model drafts the one under way. In ``left``
-    steps its members are asked again, or then in twice ``pause``."""
+    what the next step may draft of it, and whether the model drafts the one under way. Its members
+    are asked again in ``left`` steps, then maybe in twice ``pause``."""
 
     tallies: list[Tally]
     length: int
@@ -71,15 +66,8 @@ class Known:
 
 
 class RowDrafter(Drafter):
-    """Drafts by the member that is worth most.
-
-    Args:
-        members: On the host.
-        model: The one behind them, if any.
-
-    Attributes:
-        known: By request id.
-    """
+    """Drafts by the member on the host that is worth most, or by the ``model`` behind them, if any;
+    ``known``: by request id."""
 
     host: ClassVar[bool] = True
 
@@ -90,7 +78,7 @@ class RowDrafter(Drafter):
         if model is not None:
             self.feature_layers = model.feature_layers
         # Of all requests.
-        self._all = [Tally(BEFORE, BEFORE) for _ in range(len(members) + 1)]
+        self._all = [Tally() for _ in range(len(members) + 1)]
         self.known: OrderedDict[int, Known] = OrderedDict()
 
     @property
@@ -99,8 +87,7 @@ class RowDrafter(Drafter):
 
     @property
     def built_in(self) -> bool:
-        everyone = self.members if self._model is None else [*self.members, self._model]
-        return all(member.built_in for member in everyone)
+        return all(each.built_in for each in (*self.members, self._model) if each is not None)
 
     @classmethod
     def build(
@@ -114,9 +101,7 @@ class RowDrafter(Drafter):
                     f"algorithm: {name!r} drafts for every request, so that none is asked behind "
                     "it: name it last"
                 )
-        last = built[-1]
-        members, model = (built, None) if last.host else (built[:-1], last)
-        return cls(members, model)
+        return cls(built, None) if built[-1].host else cls(built[:-1], built[-1])
 
     def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
         known = [self._follow(history, tier) for history in histories]
@@ -154,10 +139,8 @@ class RowDrafter(Drafter):
             forced = history.forced[: tier.steps]
             request.drafts = [graft(draft, forced, tier) if len(draft.tokens) else draft
                               for draft in drafts]  # fmt: skip
-            pairs = [
-                (draft, tally.share)
-                for draft, tally in zip(request.drafts, request.tallies, strict=False)
-            ]
+            shares = [tally.share for tally in request.tallies]
+            pairs = list(zip(request.drafts, shares, strict=False))
             worths = [float(np.exp(draft.scores).sum()) * share for draft, share in pairs]
             most = max(worths)
             chosen.append(next(p for p, w in zip(pairs, worths, strict=True) if w * MARGIN >= most))
@@ -167,9 +150,8 @@ class RowDrafter(Drafter):
         """The request's, with what its new tokens say of the last drafts."""
         found = self.known.get(history.request_id)
         if found is None:
-            found = Known([tally.lean() for tally in self._all], len(history))
-            self.known[history.request_id] = found
-            return found
+            lean = [Tally(got=BEFORE * tally.share) for tally in self._all]
+            self.known[history.request_id] = found = Known(lean, len(history))
         came = history.tokens(found.length, len(history))
         if not came:
             return found

@@ -68,10 +68,8 @@ class SuffixIndex:
             at = self.link[at]
         if at >= 0:
             follower = self.after[at][token]
-            if self.length[follower] == self.length[at] + 1:
-                self.link[new] = follower
-            else:
-                self.link[new] = self._split(at, token, follower)
+            fits = self.length[follower] == self.length[at] + 1
+            self.link[new] = follower if fits else self._split(at, token, follower)
         self._last = at = new
         while at >= 0:
             self.count[at] += 1
@@ -111,27 +109,20 @@ class SuffixIndex:
             size = self.length[at]
 
     def next(self, state: int) -> list[tuple[int, int, float]]:
-        """(token, state, probability) of what follows a state, the likeliest first.
-
-        Where the text ends with it, what follows its own ends that stand elsewhere.
-        """
+        """(token, state, probability) of what follows a state, the likeliest first; where the text
+        ends with it, what follows its own ends that stand elsewhere."""
         while state > 0 and not self.after[state]:
             state = self.link[state]
-        total = self.count[state]
-        found = [
-            (token, after, self.count[after] / total)
-            for token, after in self.after[state].items()
-            if token != END and state
-        ]
+        total, behind = self.count[state], self.after[state].items() if state else ()
+        found = [(token, at, self.count[at] / total) for token, at in behind if token != END]
         return sorted(found, key=lambda item: (-item[2], item[0]))
 
     @property
     def bytes(self) -> int:
         """Memory that it takes."""
-        numbers = (self.text, self.length, self.link, self.count)
-        states = STATE_BYTES * len(self.after)
-        further = TRANSITION_BYTES * max(self._transitions - len(self.after), 0)
-        return sum(map(sys.getsizeof, numbers)) + states + further
+        numbers, states = (self.text, self.length, self.link, self.count), len(self.after)
+        further = TRANSITION_BYTES * max(self._transitions - states, 0)
+        return sum(map(sys.getsizeof, numbers)) + STATE_BYTES * states + further
 
 
 class SuffixDrafter(LookupDrafter[SuffixIndex]):
@@ -153,11 +144,8 @@ class SuffixDrafter(LookupDrafter[SuffixIndex]):
 
 
 def grow_tree(suffix: Suffix, tier: Tier) -> HostDraft:
-    """The likeliest tokens after a suffix, best path first.
-
-    A token's probability after its parent is its share of the places where the parent's path
-    stands, the text's end among them.
-    """
+    """The likeliest tokens after a suffix, best path first: a token's probability after its parent
+    is its share of the places where the parent's path stands, the text's end among them."""
     deepest = min(tier.steps, DEPTH_PER_TOKEN * suffix.size)
 
     def children(end: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int], float]]:
