@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from overlap_spec.errors import ConfigError, unknown
 from overlap_spec.hub import find_folder
@@ -23,6 +23,14 @@ AUTO_MODE = "auto"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8", "int4")
 ADDITIONAL_PROPERTIES = ("closed", "schema")
+# The least that a setting may be.
+LEAST = {
+    "num_steps": 0, "eagle_topk": 1, "num_draft_tokens": 2, "context_length": 1,
+    "max_total_tokens": 1, "max_running_requests": 1, "chunked_prefill_size": 1, "page_size": 1,
+    "threads": 1, "lane_threads": 0, "ngram_max_matching_size": 1, "ngram_pool_bytes": 1,
+    "relaxed_topk": 0, "tensor_parallel_size": 1, "grammar_compile_memory_bytes": 1,
+    "grammar_cache_bytes": 0, "memory_limit_bytes": 1,
+}  # fmt: skip
 # Names that other engines have → ours.
 ELSEWHERE = {
     "model_path": "model",
@@ -58,10 +66,16 @@ class Help:
     flags: tuple[str, ...] = ()
 
 
+def setting(text: str, default: Any = None, flags: tuple[str, ...] = ()) -> Any:
+    """A field of a settings class with its :class:`Help`."""
+    return field(default=default, metadata={"help": Help(text, flags)})
+
+
 def helps(settings: type) -> dict[str, Help]:
-    """The help of each field of a settings class that has one."""
+    """The help of each field of a settings class that has one, by :func:`setting` or annotated."""
     hints = get_type_hints(settings, include_extras=True)
-    found = {f.name: getattr(hints[f.name], "__metadata__", ()) for f in fields(settings)}
+    found = {f.name: [*f.metadata.values(), *getattr(hints[f.name], "__metadata__", ())]
+             for f in fields(settings)}  # fmt: skip
     return {name: told[0] for name, told in found.items() if told}
 
 
@@ -69,276 +83,204 @@ def helps(settings: type) -> dict[str, Help]:
 class EngineConfig:
     """All settings of an engine. Lengths and sizes in tokens."""
 
-    model: Annotated[
-        str | None,
-        Help(
-            "Folder of a Hugging Face checkpoint, or its name on the hub (org/name); by default "
-            "the embedded model.",
-            ("--model", "--model-path"),
-        ),
-    ] = None
-    draft: Annotated[
-        str | None,
-        Help(
-            "Folder or hub name of a draft head or draft model; by default the embedded head for "
-            "the embedded model.",
-            ("--draft", "--speculative-draft-model-path"),
-        ),
-    ] = None
-    algorithm: Annotated[
-        str | None,
-        Help(
-            "Drafter: eagle, eagle3, parallel, dflash, draft_model, mtp, ngram, suffix, slots, "
-            "grammar, none, or package.module:Class of your own; or several in a row "
-            "(suffix,eagle3), of which each step has the one that is worth most; by default eagle3 "
-            "if there is a draft head, else slots,suffix.",
-            ("--algorithm", "--speculative-algorithm"),
-        ),
-    ] = None
-    num_steps: Annotated[
-        int, Help("Depth of the draft.", ("--num-steps", "--speculative-num-steps"))
-    ] = 5
-    eagle_topk: Annotated[
-        int,
-        Help(
-            "Branches of a draft step; 1 is a chain.", ("--eagle-topk", "--speculative-eagle-topk")
-        ),
-    ] = 1
-    num_draft_tokens: Annotated[
-        int | None,
-        Help(
-            "Nodes that are verified, root included; by default all drafted ones, at most 16 in a "
-            "tree.",
-            ("--num-draft-tokens", "--speculative-num-draft-tokens"),
-        ),
-    ] = None
-    adaptive: Annotated[
-        str,
-        Help(
-            "Length policy: auto (depth and width by survival and measured cost), adaspec, "
-            "adaspec-minus (verifies all it drafts), static (always num_steps), off, a published "
-            "preset (default, aggressive, with-off), a JSON config file, or package.module:Class "
-            "of your own.",
-            ("--adaptive", "--speculative-adaptive-config"),
-        ),
-    ] = "auto"
-    tpot_slo_ms: Annotated[
-        float | None,
-        Help(
-            "Target of the time per output token, in ms, of requests that name none: adaspec and "
-            "auto plan no step that takes longer, where they can."
-        ),
-    ] = None
-    threshold_single: Annotated[
-        float,
-        Help(
-            "Accept every draft of a sampled request whose probability is at least this; below 1 "
-            "lossy.",
-            ("--threshold-single", "--speculative-accept-threshold-single"),
-        ),
-    ] = 1.0
-    threshold_acc: Annotated[
-        float,
-        Help(
-            "Accept a sampled request's drafts with their probability over this; below 1 lossy.",
-            ("--threshold-acc", "--speculative-accept-threshold-acc"),
-        ),
-    ] = 1.0
-    relaxed_topk: Annotated[
-        int,
-        Help(
-            "While a model thinks before its answer, accept drafts among this many most probable "
-            "tokens (lossy); 0 is off.",
-            ("--relaxed-topk", "--speculative-relaxed-topk"),
-        ),
-    ] = 0
-    relaxed_delta: Annotated[
-        float,
-        Help(
-            "relaxed_topk: how far below the best token's log-probability such a draft's may be; 0 "
-            "is not below it at all.",
-            ("--relaxed-delta", "--speculative-relaxed-delta"),
-        ),
-    ] = 0.0
-    ngram_max_matching_size: Annotated[
-        int,
-        Help(
-            "ngram: most tokens at the end of a request's text that are looked up; what followed "
-            "the longest match is drafted."
-        ),
-    ] = 4
-    ngram_public_pool: Annotated[
-        bool,
-        Help(
-            "ngram, suffix: also look up the text of requests that have ended, whoever sent them; "
-            "by default only the request's own."
-        ),
-    ] = False
-    ngram_keep_all: Annotated[
-        bool, Help("ngram: keep all continuations of a match, or the longest alone.")
-    ] = True
-    ngram_use_oldest: Annotated[
-        bool, Help("ngram: prefer a match's oldest continuation to its newest.")
-    ] = False
-    ngram_pool_bytes: Annotated[
-        int,
-        Help(
-            "ngram, suffix: memory for what is looked up, in bytes; each of the requests that run "
-            "at once has an equal share, after half of it for the public pool."
-        ),
-    ] = 256 * 2**20
-    slots_earlier: Annotated[
-        bool,
-        Help(
-            "slots: also draft values that earlier answers of the same grammar and cache salt had "
-            "in the same place; by default only what the request itself has."
-        ),
-    ] = False
-    overlap: Annotated[
-        str,
-        Help(
-            "How grammar work overlaps with verify: once-sync, double-sync, none (serial), or "
-            "auto: once-sync on a GPU, and on a CPU where a pass leaves a core free; else none."
-        ),
-    ] = AUTO_MODE
-    grammar_backend: Annotated[
-        str,
-        Help("Library that makes the masks; auto picks the fastest backend for each grammar."),
-    ] = "auto"
-    additional_properties: Annotated[
-        str,
-        Help(
-            "Members that a schema does not name, unless a request says: closed (an object that "
-            "names some has no others, unless its schema says so), or schema (as JSON Schema has "
-            "it, any)."
-        ),
-    ] = "closed"
-    complete: Annotated[
-        bool,
-        Help(
-            "Outputs under a grammar come to their end within max_tokens and the context, unless a "
-            "request says otherwise; one whose shortest output does not fit is refused."
-        ),
-    ] = True
-    grammar_isolated: Annotated[
-        bool | None,
-        Help(
-            "Compile grammars in worker processes, under the two limits below; by default if the "
-            "system can (Linux)."
-        ),
-    ] = None
-    grammar_compile_timeout_s: Annotated[
-        float, Help("Time limit for compiling a grammar, in seconds.")
-    ] = 10.0
-    grammar_compile_memory_bytes: Annotated[
-        int, Help("Memory limit for compiling a grammar, in bytes.")
-    ] = 2 * 2**30
-    grammar_cache_bytes: Annotated[
-        int, Help("Size of the cache of compiled grammars, in bytes.")
-    ] = 128 * 2**20
-    memory_limit_bytes: Annotated[
-        int | None,
-        Help(
-            "Resident memory of the engine's process above which cached grammars are dropped, and "
-            "then new ones are refused, in bytes; by default what it takes at rest, and a quarter "
-            "of what is left of the machine's or the control group's."
-        ),
-    ] = None
-    dtype: Annotated[
-        str,
-        Help(
-            "float32, bfloat16, float16, or auto: the checkpoint's type on a GPU; on the CPU "
-            "float32, or bfloat16 for a checkpoint in it of at least 32 MiB where the processor "
-            "has AMX or AVX512-BF16."
-        ),
-    ] = "auto"
-    quantization: Annotated[
-        str | None,
-        Help(
-            "int8 or int4: target and draft are computed with weights of so many bits, on a CPU "
-            "with AVX2 (from 2013 on) and a C++ compiler; by default as the checkpoint has them."
-        ),
-    ] = None
-    lora_modules: Annotated[
-        tuple[str, ...],
-        Help(
-            "A LoRA adapter, as name=path to PEFT's folder; a request asks for it by its name as "
-            "the model.",
-            ("--lora-modules",),
-        ),
-    ] = ()
-    device: Annotated[str, Help("cpu, cuda, or auto: CUDA if there is a device.")] = "auto"
-    context_length: Annotated[
-        int | None, Help("Longest prompt + output, in tokens; by default the checkpoint's.")
-    ] = None
-    mem_fraction_static: Annotated[
-        float | None,
-        Help(
-            "Share of the device's memory for weights and caches.",
-            ("--mem-fraction", "--mem-fraction-static"),
-        ),
-    ] = None
-    max_total_tokens: Annotated[
-        int | None, Help("Tokens that the KV cache holds, if fewer than fit into memory.")
-    ] = None
-    max_running_requests: Annotated[int, Help("Requests that run at once; more wait.")] = 32
-    chunked_prefill_size: Annotated[
-        int | None,
-        Help("Most prompt tokens that one step computes; by default 1,024, on a CPU 256."),
-    ] = None
-    page_size: Annotated[int, Help("Tokens of a cache page.")] = 16
-    prefix_cache: Annotated[bool, Help("Keep computed pages for prompts that start alike.")] = True
-    graphs: Annotated[
-        bool,
-        Help(
-            "Record the passes of a decode step when they are first needed, and replay them: as "
-            "CUDA graphs on a GPU (for each tier and batch size), as TorchScript on the CPU."
-        ),
-    ] = True
-    tensor_parallel_size: Annotated[
-        int,
-        Help(
-            "Processes that hold a part of the target each, and compute its passes together: one a "
-            "GPU, or several on a CPU.",
-            ("--tp", "--tp-size", "--tensor-parallel-size"),
-        ),
-    ] = 1
-    tries: Annotated[
-        bool | None,
-        Help(
-            "Draft all texts of an output that is one of few as one tree, and forced text deeper "
-            "than other drafts. By default on a GPU alone, where a verified row costs little."
-        ),
-    ] = None
-    threads: Annotated[
-        int | None,
-        Help(
-            "Threads of torch that a pass is computed with on the CPU; by default one for each "
-            "32 MiB of weights, at most the physical cores, less one where there are more than "
-            "two, and never more than torch has been told."
-        ),
-    ] = None
-    lane_threads: Annotated[
-        int | None,
-        Help(
-            "Threads for grammar work; 0 runs it in the step's own thread. By default half the "
-            "cores, or 0 in the serial mode."
-        ),
-    ] = None
-    mask_deadline_ms: Annotated[
-        float | None,
-        Help(
-            "Time for the masks of one request's drafts in a step, in ms; past it the step goes on "
-            "without them. None, or 0 as a flag, is no limit. Needs lane_threads."
-        ),
-    ] = 50.0
-    mask_timeout_s: Annotated[
-        float,
-        Help(
-            "A request whose grammar has not returned from a call within so many seconds ends with "
-            "an error; the others wait for it until then. Needs lane_threads."
-        ),
-    ] = 10.0
+    model: str | None = setting(
+        "Folder of a Hugging Face checkpoint, or its name on the hub (org/name); by default the "
+        "embedded model.",
+        flags=("--model", "--model-path"),
+    )
+    draft: str | None = setting(
+        "Folder or hub name of a draft head or draft model; by default the embedded head for the "
+        "embedded model.",
+        flags=("--draft", "--speculative-draft-model-path"),
+    )
+    algorithm: str | None = setting(
+        "Drafter: eagle, eagle3, parallel, dflash, draft_model, mtp, ngram, suffix, slots, "
+        "grammar, none, or package.module:Class of your own; or several in a row (suffix,eagle3), "
+        "of which each step has the one that is worth most; by default eagle3 if there is a draft "
+        "head, else slots,suffix.",
+        flags=("--algorithm", "--speculative-algorithm"),
+    )
+    num_steps: int = setting("Depth of the draft.", 5, ("--num-steps", "--speculative-num-steps"))
+    eagle_topk: int = setting(
+        "Branches of a draft step; 1 is a chain.",
+        1,
+        ("--eagle-topk", "--speculative-eagle-topk"),
+    )
+    num_draft_tokens: int | None = setting(
+        "Nodes that are verified, root included; by default all drafted ones, at most 16 in a "
+        "tree.",
+        flags=("--num-draft-tokens", "--speculative-num-draft-tokens"),
+    )
+    adaptive: str = setting(
+        "Length policy: auto (depth and width by survival and measured cost), adaspec, "
+        "adaspec-minus (verifies all it drafts), static (always num_steps), off, a published "
+        "preset (default, aggressive, with-off), a JSON config file, or package.module:Class of "
+        "your own.",
+        "auto",
+        ("--adaptive", "--speculative-adaptive-config"),
+    )
+    tpot_slo_ms: float | None = setting(
+        "Target of the time per output token, in ms, of requests that name none: adaspec and auto "
+        "plan no step that takes longer, where they can."
+    )
+    threshold_single: float = setting(
+        "Accept every draft of a sampled request whose probability is at least this; below 1 "
+        "lossy.",
+        1.0,
+        ("--threshold-single", "--speculative-accept-threshold-single"),
+    )
+    threshold_acc: float = setting(
+        "Accept a sampled request's drafts with their probability over this; below 1 lossy.",
+        1.0,
+        ("--threshold-acc", "--speculative-accept-threshold-acc"),
+    )
+    relaxed_topk: int = setting(
+        "While a model thinks before its answer, accept drafts among this many most probable "
+        "tokens (lossy); 0 is off.",
+        0,
+        ("--relaxed-topk", "--speculative-relaxed-topk"),
+    )
+    relaxed_delta: float = setting(
+        "relaxed_topk: how far below the best token's log-probability such a draft's may be; 0 is "
+        "not below it at all.",
+        0.0,
+        ("--relaxed-delta", "--speculative-relaxed-delta"),
+    )
+    ngram_max_matching_size: int = setting(
+        "ngram: most tokens at the end of a request's text that are looked up; what followed the "
+        "longest match is drafted.",
+        4,
+    )
+    ngram_public_pool: bool = setting(
+        "ngram, suffix: also look up the text of requests that have ended, whoever sent them; by "
+        "default only the request's own.",
+        False,
+    )
+    ngram_keep_all: bool = setting(
+        "ngram: keep all continuations of a match, or the longest alone.",
+        True,
+    )
+    ngram_use_oldest: bool = setting(
+        "ngram: prefer a match's oldest continuation to its newest.",
+        False,
+    )
+    ngram_pool_bytes: int = setting(
+        "ngram, suffix: memory for what is looked up, in bytes; each of the requests that run at "
+        "once has an equal share, after half of it for the public pool.",
+        256 * 2**20,
+    )
+    slots_earlier: bool = setting(
+        "slots: also draft values that earlier answers of the same grammar and cache salt had in "
+        "the same place; by default only what the request itself has.",
+        False,
+    )
+    overlap: str = setting(
+        "How grammar work overlaps with verify: once-sync, double-sync, none (serial), or auto: "
+        "once-sync on a GPU, and on a CPU where a pass leaves a core free; else none.",
+        AUTO_MODE,
+    )
+    grammar_backend: str = setting(
+        "Library that makes the masks; auto picks the fastest backend for each grammar.",
+        "auto",
+    )
+    additional_properties: str = setting(
+        "Members that a schema does not name, unless a request says: closed (an object that names "
+        "some has no others, unless its schema says so), or schema (as JSON Schema has it, any).",
+        "closed",
+    )
+    complete: bool = setting(
+        "Outputs under a grammar come to their end within max_tokens and the context, unless a "
+        "request says otherwise; one whose shortest output does not fit is refused.",
+        True,
+    )
+    grammar_isolated: bool | None = setting(
+        "Compile grammars in worker processes, under the two limits below; by default if the "
+        "system can (Linux)."
+    )
+    grammar_compile_timeout_s: float = setting(
+        "Time limit for compiling a grammar, in seconds.",
+        10.0,
+    )
+    grammar_compile_memory_bytes: int = setting(
+        "Memory limit for compiling a grammar, in bytes.",
+        2 * 2**30,
+    )
+    grammar_cache_bytes: int = setting(
+        "Size of the cache of compiled grammars, in bytes.",
+        128 * 2**20,
+    )
+    memory_limit_bytes: int | None = setting(
+        "Resident memory of the engine's process above which cached grammars are dropped, and then "
+        "new ones are refused, in bytes; by default what it takes at rest, and a quarter of what "
+        "is left of the machine's or the control group's."
+    )
+    dtype: str = setting(
+        "float32, bfloat16, float16, or auto: the checkpoint's type on a GPU; on the CPU float32, "
+        "or bfloat16 for a checkpoint in it of at least 32 MiB where the processor has AMX or "
+        "AVX512-BF16.",
+        "auto",
+    )
+    quantization: str | None = setting(
+        "int8 or int4: target and draft are computed with weights of so many bits, on a CPU with "
+        "AVX2 (from 2013 on) and a C++ compiler; by default as the checkpoint has them."
+    )
+    lora_modules: tuple[str, ...] = setting(
+        "A LoRA adapter, as name=path to PEFT's folder; a request asks for it by its name as the "
+        "model.",
+        (),
+        ("--lora-modules",),
+    )
+    device: str = setting("cpu, cuda, or auto: CUDA if there is a device.", "auto")
+    context_length: int | None = setting(
+        "Longest prompt + output, in tokens; by default the checkpoint's.",
+    )
+    mem_fraction_static: float | None = setting(
+        "Share of the device's memory for weights and caches.",
+        flags=("--mem-fraction", "--mem-fraction-static"),
+    )
+    max_total_tokens: int | None = setting(
+        "Tokens that the KV cache holds, if fewer than fit into memory.",
+    )
+    max_running_requests: int = setting("Requests that run at once; more wait.", 32)
+    chunked_prefill_size: int | None = setting(
+        "Most prompt tokens that one step computes; by default 1,024, on a CPU 256.",
+    )
+    page_size: int = setting("Tokens of a cache page.", 16)
+    prefix_cache: bool = setting("Keep computed pages for prompts that start alike.", True)
+    graphs: bool = setting(
+        "Record the passes of a decode step when they are first needed, and replay them: as CUDA "
+        "graphs on a GPU (for each tier and batch size), as TorchScript on the CPU.",
+        True,
+    )
+    tensor_parallel_size: int = setting(
+        "Processes that hold a part of the target each, and compute its passes together: one a "
+        "GPU, or several on a CPU.",
+        1,
+        ("--tp", "--tp-size", "--tensor-parallel-size"),
+    )
+    tries: bool | None = setting(
+        "Draft all texts of an output that is one of few as one tree, and forced text deeper than "
+        "other drafts. By default on a GPU alone, where a verified row costs little."
+    )
+    threads: int | None = setting(
+        "Threads of torch that a pass is computed with on the CPU; by default one for each 32 MiB "
+        "of weights, at most the physical cores, less one where there are more than two, and never "
+        "more than torch has been told."
+    )
+    lane_threads: int | None = setting(
+        "Threads for grammar work; 0 runs it in the step's own thread. By default half the cores, "
+        "or 0 in the serial mode."
+    )
+    mask_deadline_ms: float | None = setting(
+        "Time for the masks of one request's drafts in a step, in ms; past it the step goes on "
+        "without them. None, or 0 as a flag, is no limit. Needs lane_threads.",
+        50.0,
+    )
+    mask_timeout_s: float = setting(
+        "A request whose grammar has not returned from a call within so many seconds ends with an "
+        "error; the others wait for it until then. Needs lane_threads.",
+        10.0,
+    )
 
     @classmethod
     def build(cls, **settings: Any) -> EngineConfig:
@@ -372,26 +314,7 @@ class EngineConfig:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
         self._check_acceptance()
         self._check_adapters()
-        least = {
-            "num_steps": 0,
-            "eagle_topk": 1,
-            "num_draft_tokens": 2,
-            "context_length": 1,
-            "max_total_tokens": 1,
-            "max_running_requests": 1,
-            "chunked_prefill_size": 1,
-            "page_size": 1,
-            "threads": 1,
-            "lane_threads": 0,
-            "ngram_max_matching_size": 1,
-            "ngram_pool_bytes": 1,
-            "relaxed_topk": 0,
-            "tensor_parallel_size": 1,
-            "grammar_compile_memory_bytes": 1,
-            "grammar_cache_bytes": 0,
-            "memory_limit_bytes": 1,
-        }
-        for name, low in least.items():
+        for name, low in LEAST.items():
             value = getattr(self, name)
             # What is None by default may be.
             if value is None and getattr(type(self), name) is None:
@@ -467,12 +390,11 @@ class EngineConfig:
         if self.algorithm is None:
             if self.draft is not None or self.model is None:
                 return "eagle3"
-            return (
-                HEADLESS if all((DRAFTERS / f"{n}.py").exists() for n in HEADLESS_FILES) else "none"
-            )
+            there = all((DRAFTERS / f"{name}.py").exists() for name in HEADLESS_FILES)
+            return HEADLESS if there else "none"
         if self.own_drafter is not None:
-            kind = self.own_drafter
-            kind = kind if isinstance(kind, type) else type(kind)
+            given = self.own_drafter
+            kind = given if isinstance(given, type) else type(given)
             return f"{kind.__module__}:{kind.__qualname__}"
         row = [name.strip() for name in self.algorithm.split(",")]
         return ",".join(n if ":" in n else n.lower().replace("-", "_") for n in row)
@@ -511,11 +433,7 @@ def _one_of(name: str, value: str, built: tuple[str, ...]) -> None:
 
 def own_class(name: str, kind: Any, setting: str) -> Any:
     """The class ``package.module:Class``, which is a ``kind``; of ``package.module`` the only one
-    that it has.
-
-    Raises:
-        ConfigError: it is none, or not there; names the setting.
-    """
+    that it has. ConfigError, which names the setting: it is none, or not there."""
     module, _, wanted = name.partition(":")
     try:
         file = importlib.import_module(module)
