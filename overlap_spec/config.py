@@ -74,9 +74,9 @@ def setting(text: str, default: Any = None, flags: tuple[str, ...] = ()) -> Any:
 def helps(settings: type) -> dict[str, Help]:
     """The help of each field of a settings class that has one, by :func:`setting` or annotated."""
     hints = get_type_hints(settings, include_extras=True)
-    found = {f.name: [*f.metadata.values(), *getattr(hints[f.name], "__metadata__", ())]
-             for f in fields(settings)}  # fmt: skip
-    return {name: told[0] for name, told in found.items() if told}
+    noted = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    found = {f.name: f.metadata.get("help") or noted[f.name] for f in fields(settings)}
+    return {name: told for name, told in found.items() if told is not None}
 
 
 @dataclass(frozen=True)

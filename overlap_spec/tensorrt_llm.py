@@ -7,20 +7,16 @@ files. A draft is a chain of ``max_draft_len`` tokens there, at every step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from overlap_spec.errors import ConfigError, unknown
 
 # ``decoding_type`` → drafter. Theirs is EAGLE-3 alone.
 DRAFTERS = {
-    "eagle": "eagle3",
-    "eagle3": "eagle3",
-    "mtp": "mtp",
-    "ngram": "ngram",
-    "drafttarget": "draft_model",
-    "userprovided": None,
-}
+    "eagle": "eagle3", "eagle3": "eagle3", "mtp": "mtp", "ngram": "ngram",
+    "drafttarget": "draft_model", "userprovided": None,
+}  # fmt: skip
 NAMES = {
     "max_draft_len": "num_steps",
     "speculative_model": "draft",
@@ -36,22 +32,13 @@ NAMES = {
 # What says how that library runs a drafter, and asks for nothing here.
 UNREAD = ("eagle3_one_model", "resource_manager")
 # Ours besides.
-TYPE, MODULES, RELAXED = (
-    "decoding_type",
-    "num_nextn_predict_layers",
-    "use_relaxed_acceptance_for_thinking",
-)
+TYPE, MODULES = "decoding_type", "num_nextn_predict_layers"
+RELAXED = "use_relaxed_acceptance_for_thinking"
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an engine from a ``speculative_config``.
-
-    Args:
-        config: With ``decoding_type`` and the fields of that type's class.
-
-    Raises:
-        ConfigError: a field or a value that is unknown or has no counterpart; names it.
-    """
+    """Settings of an engine from a ``speculative_config``: ``decoding_type`` and the fields of that
+    type's class. ConfigError names a field or value that is unknown or has no counterpart."""
     known = {*NAMES, *UNREAD, TYPE, MODULES, RELAXED}
     for name in config:
         if name not in known:
@@ -62,11 +49,9 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
             "speculative_config: decoding_type must be one of Eagle, MTP, NGram, DraftTarget, "
             f"User_Provided: {config.get(TYPE)!r}"
         )
-    settings: dict[str, Any] = {"adaptive": "static"}
-    if DRAFTERS[kind] is not None:
-        settings["algorithm"] = DRAFTERS[kind]
+    settings: dict[str, Any] = {"adaptive": "static", "algorithm": DRAFTERS[kind]}
     settings |= {NAMES[name]: value for name, value in config.items() if name in NAMES}
-    if settings.get("algorithm") is None:
+    if settings["algorithm"] is None:
         raise ConfigError("speculative_config: User_Provided needs drafter, an object or a class")
     steps, modules = settings.get("num_steps"), config.get(MODULES)
     if modules is not None and steps is not None and modules > steps:
@@ -77,28 +62,22 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def EagleDecodingConfig(**fields: Any) -> dict[str, Any]:  # noqa: N802
-    """EAGLE-3: ``max_draft_len``, ``speculative_model``."""
-    return settings_of({TYPE: "Eagle", **fields})
+def _of_type(kind: str) -> Callable[..., dict[str, Any]]:
+    def settings(**fields: Any) -> dict[str, Any]:
+        """Settings of an engine from the fields of this class."""
+        return settings_of({TYPE: kind, **fields})
+
+    return settings
 
 
-def MTPDecodingConfig(**fields: Any) -> dict[str, Any]:  # noqa: N802
-    """The target's own modules: ``max_draft_len``, ``num_nextn_predict_layers``,
-    ``use_relaxed_acceptance_for_thinking``, ``relaxed_topk``, ``relaxed_delta``."""
-    return settings_of({TYPE: "MTP", **fields})
-
-
-def NGramDecodingConfig(**fields: Any) -> dict[str, Any]:  # noqa: N802
-    """Look-up: ``max_draft_len``, ``max_matching_ngram_size``, ``is_public_pool``,
-    ``is_keep_all``, ``is_use_oldest``."""
-    return settings_of({TYPE: "NGram", **fields})
-
-
-def DraftTargetDecodingConfig(**fields: Any) -> dict[str, Any]:  # noqa: N802
-    """A smaller model: ``max_draft_len``, ``speculative_model``."""
-    return settings_of({TYPE: "DraftTarget", **fields})
-
-
-def UserProvidedDecodingConfig(**fields: Any) -> dict[str, Any]:  # noqa: N802
-    """A drafter of one's own: ``max_draft_len``, ``drafter``."""
-    return settings_of({TYPE: "User_Provided", **fields})
+# EAGLE-3, and a smaller model: ``max_draft_len``, ``speculative_model``.
+EagleDecodingConfig = _of_type("Eagle")
+DraftTargetDecodingConfig = _of_type("DraftTarget")
+# The target's own modules: ``max_draft_len``, and MODULES, RELAXED, ``relaxed_topk``,
+# ``relaxed_delta``.
+MTPDecodingConfig = _of_type("MTP")
+# Look-up: ``max_draft_len``, ``max_matching_ngram_size``, ``is_public_pool``, ``is_keep_all``,
+# ``is_use_oldest``.
+NGramDecodingConfig = _of_type("NGram")
+# A drafter of one's own: ``max_draft_len``, ``drafter``.
+UserProvidedDecodingConfig = _of_type("User_Provided")

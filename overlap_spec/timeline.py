@@ -33,18 +33,13 @@ _Fields = tuple[str, str, int, int, int, dict[str, Any]]
 
 
 class Timeline:
-    """Keeps the newest spans; cheap enough to be always on (under 1 µs a span).
+    """Keeps the newest ``capacity`` spans; cheap enough to be always on (under 1 µs a span).
 
     Any thread may record. There is no lock: ``next`` of an ``itertools.count`` hands every call a
     number of its own, and one list assignment stores the finished tuple, each a single operation
     of the interpreter, so that a reader sees a whole span or none. A thread that is stopped
-    between the two for a full turn of the ring loses a span, and no more.
-
-    Args:
-        capacity: Spans that are kept.
-
-    Raises:
-        ConfigError: a capacity below 1.
+    between the two for a full turn of the ring loses a span, and no more. ConfigError: a capacity
+    below 1.
     """
 
     def __init__(self, capacity: int = 65536) -> None:
@@ -84,12 +79,12 @@ class Timeline:
         lane that overlap without one holding the other, which the format cannot show in one
         thread, go into further threads of that lane.
         """
-        kept = self._kept()
-        spans = [span for _, span in kept]
+        spans = self.spans()
         origin = min((span.start_ns for span in spans), default=0)
         events = [_metadata("process_name", 0, name="overlap-spec")]
         thread = 0
-        for lane in lane_order(spans):
+        # Every other lane that the spans name comes behind.
+        for lane in [*LANES, *sorted({span.lane for span in spans} - set(LANES))]:
             rows = _rows([span for span in spans if span.lane == lane])
             for index, row in enumerate(rows or [[]]):
                 thread += 1
@@ -97,40 +92,22 @@ class Timeline:
                 events.append(_metadata("thread_name", thread, name=title))
                 events.append(_metadata("thread_sort_index", thread, sort_index=thread))
                 events.extend(_event(span, origin, thread) for span in row)
-        dropped = kept[-1][0] + 1 - len(kept) if kept else 0
-        return {
-            "traceEvents": events,
-            "displayTimeUnit": "ms",
-            "otherData": {"spans": len(spans), "dropped": dropped, "origin_ns": origin},
-        }
+        told = {"spans": len(spans), "dropped": self.dropped, "origin_ns": origin}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
 
     def write_trace(self, path: str | Path) -> None:
         """Write :meth:`chrome_trace` as JSON, to be opened in chrome://tracing or Perfetto.
-
-        Raises:
-            TypeError: an argument of a span that JSON cannot hold.
-        """
-        # Written at once, so that an argument that is no JSON leaves no broken file.
+        TypeError: an argument of a span that JSON cannot hold, which leaves no broken file."""
         text = json.dumps(self.chrome_trace())
         Path(path).write_text(text, encoding="utf-8")
-
-
-def lane_order(spans: Iterable[Span]) -> list[str]:
-    """LANES, then every other lane that ``spans`` name, sorted."""
-    return [*LANES, *sorted({span.lane for span in spans} - set(LANES))]
 
 
 def union_ns(times: Iterable[tuple[int, int]]) -> int:
     """Time during which at least one of the spans from start to end ran."""
     total, covered = 0, -math.inf
     for start, end in sorted(times):
-        if end <= start:
-            continue
-        if start >= covered:
-            total += end - start
-            covered = end
-        elif end > covered:
-            total += end - int(covered)
+        if end > max(start, covered):
+            total += end - int(max(start, covered))
             covered = end
     return total
 
@@ -165,11 +142,9 @@ def _rows(spans: Iterable[Span]) -> list[list[Span]]:
         for _, ends in rows:
             while ends and ends[-1] <= span.start_ns:
                 ends.pop()
-        fits = (r for r in rows if not r[1] or span.end_ns <= r[1][-1])
-        row = next(fits, None)
+        row = next((r for r in rows if not r[1] or span.end_ns <= r[1][-1]), None)
         if row is None:
-            row = ([], [])
-            rows.append(row)
+            rows.append(row := ([], []))
         row[0].append(span)
         row[1].append(span.end_ns)
     return [row for row, _ in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from html import escape
+from math import inf
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -28,6 +29,16 @@ Fate = Literal["accepted", "masked", "rejected", "late", "cut"]
 SWITCHES = (
     "ignore_eos", "include_stop_str_in_output", "speculate", "origins", "draft_trees", "complete"
 )  # fmt: skip
+# What numbers may be: from the first to the second, of whole ones the least.
+RANGES = {
+    "temperature": (0.0, inf), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, inf), "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}  # fmt: skip
+LEAST = {
+    "min_tokens": 0, "max_tokens": 1, "thinking_budget": 0, "logprobs": 0, "prompt_logprobs": 0,
+    "top_k": -1,
+}  # fmt: skip
 # Of a field of sampling: it asks for the optional part of its name.
 OPTIONAL: Mapping[str, bool] = {"optional": True}
 # What optional parts tell, by name, where there are none.
@@ -117,40 +128,23 @@ class SamplingParams:
             if getattr(self, one.name) is None:
                 none = {} if one.name == "logit_bias" else one.default
                 object.__setattr__(self, one.name, none)
-        ranges: dict[str, tuple[float, float]] = {
-            "temperature": (0.0, float("inf")),
-            "top_p": (0.0, 1.0),
-            "min_p": (0.0, 1.0),
-            "repetition_penalty": (0.0, float("inf")),
-            "presence_penalty": (-2.0, 2.0),
-            "frequency_penalty": (-2.0, 2.0),
-        }
-        for name, (low, high) in ranges.items():
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if value is None:
                 continue
-            if not _is_number(value) or not low <= value <= high or value == float("inf"):
-                span = f"in [{low}, {high}]" if high < float("inf") else f"of at least {low}"
+            if not _is_number(value) or not low <= value <= high or value == inf:
+                span = f"in [{low}, {high}]" if high < inf else f"of at least {low}"
                 raise InvalidRequest(f"{name} must be a finite number {span}: {value!r}", name)
-        if self.top_p == 0 or self.repetition_penalty == 0:
-            name = "top_p" if self.top_p == 0 else "repetition_penalty"
-            raise InvalidRequest(f"{name} must be over 0", name)
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise InvalidRequest(f"{name} must be over 0", name)
         target = self.tpot_slo_ms
-        if target is not None and not (_is_number(target) and 0 < target < float("inf")):
+        if target is not None and not (_is_number(target) and 0 < target < inf):
             raise InvalidRequest(f"tpot_slo_ms must be a number over 0: {target!r}", "tpot_slo_ms")
-        minima = {
-            "min_tokens": 0,
-            "max_tokens": 1,
-            "thinking_budget": 0,
-            "logprobs": 0,
-            "prompt_logprobs": 0,
-        }
-        for name, least in minima.items():
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and not (_is_int(value) and value >= least):
                 raise InvalidRequest(f"{name} must be an integer >= {least}: {value!r}", name)
-        if self.top_k is not None and not (_is_int(self.top_k) and self.top_k >= -1):
-            raise InvalidRequest(f"top_k must be an integer >= -1: {self.top_k!r}", "top_k")
         if self.top_k == 0:
             object.__setattr__(self, "top_k", -1)
         if self.seed is not None and not (_is_int(self.seed) and -(2**63) <= self.seed < 2**63):
@@ -179,18 +173,14 @@ class SamplingParams:
                 raise InvalidRequest(f"{name} must be token ids", name)
             object.__setattr__(self, name, ids)
         if self.allowed_token_ids == ():
-            raise InvalidRequest(
-                "allowed_token_ids allows no token: name at least one", "allowed_token_ids"
-            )
+            said = "allowed_token_ids allows no token: name at least one"
+            raise InvalidRequest(said, "allowed_token_ids")
+        said = "logit_bias maps token ids to numbers"
         if not isinstance(self.logit_bias, Mapping):
-            raise InvalidRequest(
-                f"logit_bias maps token ids to numbers: {self.logit_bias!r}", "logit_bias"
-            )
+            raise InvalidRequest(f"{said}: {self.logit_bias!r}", "logit_bias")
         for token, value in self.logit_bias.items():
             if not (_is_int(token) and token >= 0) or not _is_number(value):
-                raise InvalidRequest(
-                    f"logit_bias maps token ids to numbers: {token!r}: {value!r}", "logit_bias"
-                )
+                raise InvalidRequest(f"{said}: {token!r}: {value!r}", "logit_bias")
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -231,8 +221,8 @@ class Request:
     room; ``stop_ids`` are all tokens that end the output. Of those that wait, the higher
     ``priority`` starts first; ``holder`` is who asks, and holders take turns. Computed pages are
     shared among requests of one ``cache_salt`` alone. ``lora``: name of the target's adapter; empty
-    is none. ``banned``: sequences of tokens that the
-    output may not have; ``warnings``: what the caller asked for and nothing heeds.
+    is none. ``banned``: sequences of tokens that the output may not have; ``warnings``: what the
+    caller asked for and nothing heeds.
     """
 
     id: int
@@ -258,10 +248,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one output token: its own, and the most probable ones, descending.
-
-    Tokens that the mask forbids are not listed.
-    """
+    """Log-probabilities at one output token: its own, and the most probable ones, descending,
+    without tokens that the mask forbids."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -292,11 +280,9 @@ class DraftTree:
         if self.fates.count("accepted") <= kept:
             return self
         depths = np.cumsum([fate == "accepted" for fate in self.fates])
-        fates: tuple[Fate, ...] = tuple(
-            "cut" if fate == "accepted" and depth > kept else fate
-            for fate, depth in zip(self.fates, depths, strict=True)
-        )
-        return replace(self, fates=fates)
+        each = zip(self.fates, depths, strict=True)
+        fates = ("cut" if fate == "accepted" and depth > kept else fate for fate, depth in each)
+        return replace(self, fates=tuple(fates))
 
 
 @dataclass(frozen=True)
@@ -308,10 +294,8 @@ class PromptLogprobs(TokenLogprobs):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a best-effort output is valid under its whole schema.
-
-    ``reason``: where and how it breaks the schema, or why that could not be told.
-    """
+    """Whether a best-effort output is valid under its whole schema; ``reason``: where and how it
+    breaks the schema, or why that could not be told."""
 
     valid: bool
     reason: str | None = None

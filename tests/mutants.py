@@ -260,7 +260,7 @@ MUTANTS = (
     Mutant(
         "what overlaps is counted twice",
         "overlap_spec/timeline.py",
-        "total += end - int(covered)",
+        "total += end - int(max(start, covered))",
         "total += end - start",
         ("tests/engine/test_timeline.py::test_union_counts_covered_ticks",),
     ),
