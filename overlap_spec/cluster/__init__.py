@@ -28,8 +28,7 @@ def app(arguments: dict[str, Any]) -> Any:
         A `ray.serve.Application`.
 
     Raises:
-        ConfigError: Ray is not installed, or an argument is unknown or wrong; the message says
-            which.
+        ConfigError: Ray is not installed, or an argument is unknown or wrong; says which.
     """
     require_ray()
     from overlap_spec.cluster.arguments import read_arguments

@@ -28,14 +28,8 @@ ELSEWHERE = {
 
 
 def read_arguments(arguments: dict[str, Any]) -> tuple[ServerPlan, ClusterSettings]:
-    """The settings that arguments ask for.
-
-    Args:
-        arguments: Flags of ``overlap-spec serve`` by their names in Python.
-
-    Raises:
-        ConfigError: an argument is unknown or wrong; the message names it.
-    """
+    """The settings that flags of ``overlap-spec serve``, by their names in Python, ask for.
+    ConfigError names one that is unknown or wrong."""
     types: dict[str, Any] = {}
     for settings in (EngineConfig, ServerSettings, ClusterSettings):
         types |= get_type_hints(settings)

@@ -56,14 +56,9 @@ def plain_scope(scope: Scope) -> dict[str, Any]:
 
 
 async def run_call(app: ASGIApp, call: HttpCall) -> AsyncGenerator[Messages]:
-    """Pass a request to an application; its messages, all that have come at a time.
-
-    If the iterator is closed or its task cancelled, the application learns that the client has
-    gone, and has a moment to end.
-
-    Raises:
-        Exception: as the application.
-    """
+    """Pass a request to an application; its messages, all that have come at a time. Raises as the
+    application does. If the iterator is closed or its task cancelled, the application learns that
+    the client has gone, and has a moment to end."""
     queue: asyncio.Queue[Message | None] = asyncio.Queue()
     gone = asyncio.Event()
     whole: list[Message] = [{"type": "http.request", "body": call.body, "more_body": False}]

@@ -74,25 +74,21 @@ class Front:
         self.grace_s = GRACE_S
         self._registry = CollectorRegistry()
         self._rejected = self._counter("requests_rejected", "Rejected HTTP requests.", "status")
-        self._resent = self._counter(
-            "requests_resent", "Requests sent to another replica, by what the first one did.", "why"
-        )
-        self._broken = self._counter(
-            "streams_broken", "Streams that ended with an error as their replica went away.", None
-        )
+        about = "Requests sent to another replica, by what the first one did."
+        self._resent = self._counter("requests_resent", about, "why")
+        about = "Streams that ended with an error as their replica went away."
+        self._broken = self._counter("streams_broken", about)
 
-    def _counter(self, name: str, about: str, label: str | None) -> Counter:
-        labels = () if label is None else (label,)
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
         return Counter(PREFIX + name, about, labels, registry=self._registry)
 
     def guarded(self) -> ASGIApp:
         """The application behind the checks that every request passes."""
-        return GuardMiddleware(
-            self,
-            self._settings,
-            Keys(self._settings),
-            lambda status: self._rejected.labels(str(status)).inc(),
-        )
+
+        def rejected(status: object) -> None:
+            self._rejected.labels(str(status)).inc()
+
+        return GuardMiddleware(self, self._settings, Keys(self._settings), rejected)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -174,11 +170,7 @@ def _check_ready(message: Message) -> None:
 
 
 class Reply:
-    """What has been passed on of an answer.
-
-    Attributes:
-        has_begun: Whether its status has.
-    """
+    """What has been passed on of an answer; ``has_begun``: whether its status has."""
 
     def __init__(self, send: Send, path: str) -> None:
         self._send, self._path = send, path

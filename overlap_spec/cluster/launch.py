@@ -45,11 +45,10 @@ def launch(plan: ServerPlan, cluster: ClusterSettings, log_level: str) -> None:
     require_ray()
     logging.basicConfig(format=LOG_FORMAT, level=log_level.upper())
     _check_settings(plan.settings)
-    address, port = _free_address(plan.settings)
-    signals = Signals()
+    where, signals = _free_address(plan.settings), Signals()
     # A signal before anything is served ends the command too.
     with suppress(Stop), signals.caught(), _ray(plan.config, cluster), signals.caught():
-        _run(plan, cluster, address, port, log_level, signals)
+        _run(plan, cluster, where, log_level, signals)
 
 
 class Stop(BaseException):
@@ -85,8 +84,7 @@ class Signals:
 def _run(
     plan: ServerPlan,
     cluster: ClusterSettings,
-    address: str,
-    port: int,
+    where: tuple[str, int],
     log_level: str,
     signals: Signals,
 ) -> None:
@@ -95,7 +93,7 @@ def _run(
 
     from overlap_spec.cluster.deployments import build
 
-    settings = plan.settings
+    settings, (address, port) = plan.settings, where
     logs = {"log_level": log_level.upper(), "enable_access_log": log_level == "debug"}
 
     def deploy() -> None:
@@ -156,19 +154,15 @@ def _ray(config: EngineConfig, cluster: ClusterSettings) -> Iterator[None]:
 
 
 def check_room(config: EngineConfig, cluster: ClusterSettings, there: dict[str, float]) -> None:
-    """Raise ConfigError where replicas would wait for ever for cores or GPUs.
-
-    Args:
-        there: What Ray's cluster has, by Ray's names.
-    """
-    count = cluster.max_replicas or cluster.replicas or 1
+    """Raise ConfigError where replicas would wait for ever for cores or GPUs; ``there``: what Ray's
+    cluster has, by Ray's names."""
+    count, cores = cluster.max_replicas or cluster.replicas or 1, cluster.cpus_per_replica
     gpus = gpus_of(config, cluster, there.get("GPU", 0.0))
-    asked = {"CPU": cluster.cpus_per_replica, "GPU": gpus}
-    for name, each in asked.items():
-        if each * count > there.get(name, 0.0):
+    for name, each in (("CPU", cores), ("GPU", gpus)):
+        if each * count > (has := there.get(name, 0.0)):
             raise ConfigError(
                 f"replicas: {count} with {each:g} {name} each need {each * count:g}, and there are "
-                f"{there.get(name, 0.0):g}: lower {name.lower()}s_per_replica or replicas"
+                f"{has:g}: lower {name.lower()}s_per_replica or replicas"
             )
 
 

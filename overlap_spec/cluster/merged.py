@@ -34,20 +34,13 @@ def health(answers: Sequence[Answer]) -> Response:
     if ready < len(answers) or not answers:
         first: str = next((each["status"] for each in told.values()), "starting")
         status = DEGRADED if ready else first
-    body = {
-        "status": status,
-        "restarts": sum(each["restarts"] for each in told.values()),
-        "replicas": told,
-    }
+    restarts = sum(each["restarts"] for each in told.values())
+    body = {"status": status, "restarts": restarts, "replicas": told}
     return Json(body, 200 if ready else 503)
 
 
 def metrics(texts: Mapping[str, bytes]) -> Response:
-    """Pages of ``/metrics`` as one, each sample with the label ``replica``.
-
-    Args:
-        texts: By the label's value.
-    """
+    """Pages of ``/metrics``, by replica, as one, each sample with the label ``replica``."""
     registry = CollectorRegistry()
     registry.register(_Families(texts))
     return Response(generate_latest(registry), media_type=PROMETHEUS)
@@ -81,38 +74,37 @@ def summed(field: str) -> Merge:
 
 
 def _info(answers: Sequence[Answer]) -> Response:
-    bodies = {answer.replica: msgspec.json.decode(answer.body) for answer in answers}
+    first, bodies = _bodies(answers)
     # Settings are alike; what differs is each replica's state.
-    first: dict[str, Any] = next(iter(bodies.values()))
     whole = {"open_requests": sum(body["open_requests"] for body in bodies.values())}
     states = {name: body["state"] for name, body in bodies.items()}
     return Json({**first, **whole, "replicas": states})
 
 
 def _timeline(answers: Sequence[Answer]) -> Response:
-    spans = [
-        {**span, "replica": answer.replica}
-        for answer in answers
-        for span in msgspec.json.decode(answer.body)["spans"]
-    ]
-    return Json({"spans": spans})
+    return Json({"spans": _listed("spans", _bodies(answers)[1])})
 
 
 def _requests(answers: Sequence[Answer]) -> Response:
-    bodies = {answer.replica: msgspec.json.decode(answer.body) for answer in answers}
-    first: dict[str, Any] = next(iter(bodies.values()))
+    first, bodies = _bodies(answers)
     # What is no count is told as the first one has it.
     counts = {name: sum(body["totals"][name] for body in bodies.values()) for name in COUNTS}
     whole = {
         "totals": first["totals"] | counts,
-        "requests": [
-            {**request, "replica": name}
-            for name, body in bodies.items()
-            for request in body["requests"]
-        ],
+        "requests": _listed("requests", bodies),
         "not_shown": sum(body["not_shown"] for body in bodies.values()),
     }
     return Json(first | whole)
+
+
+def _bodies(answers: Sequence[Answer]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The first one's body, and all by replica."""
+    bodies = {answer.replica: msgspec.json.decode(answer.body) for answer in answers}
+    return next(iter(bodies.values())), bodies
+
+
+def _listed(name: str, bodies: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**each, "replica": replica} for replica, body in bodies.items() for each in body[name]]
 
 
 def _unless_refused(merge: Merge) -> Merge:

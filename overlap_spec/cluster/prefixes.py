@@ -80,21 +80,14 @@ def blocks_of(text: bytes) -> Blocks:
 
 
 def capacity_of(tokens: int, sample_tokens: int) -> int:
-    """Blocks of prompts that a KV cache of so many tokens holds.
-
-    Args:
-        sample_tokens: Tokens that :data:`SAMPLE` has.
-    """
+    """Blocks of prompts that a KV cache of so many tokens holds; ``sample_tokens``: of
+    :data:`SAMPLE`."""
     return max(1, int(PROMPTS_SHARE * tokens * len(SAMPLE) / sample_tokens / BLOCK_BYTES))
 
 
 def slack_of(running: int) -> int:
-    """Requests that a replica may have open beyond the least busy one's and still be chosen for
-    what it has computed: more cost waiting, and fewer cost prefixes.
-
-    Args:
-        running: That a replica runs at once.
-    """
+    """Requests that a replica, which runs so many at once, may have open beyond the least busy one
+    and still be chosen for what it has computed: more cost waiting, and fewer cost prefixes."""
     return max(4, running // 4)
 
 
@@ -111,10 +104,8 @@ class PrefixMap:
 
     Args:
         capacity: Blocks that are kept of a replica that has not told how many it holds.
-        slack: Requests that a replica may have open beyond the least busy one's and still be
-            chosen for what it has computed.
-        seed: Of what is drawn among replicas that are alike, for a prompt without blocks; None
-            draws one.
+        slack: See :func:`slack_of`.
+        seed: Of what is drawn among replicas that are alike, for a prompt without blocks.
     """
 
     def __init__(self, capacity: int, slack: int, seed: int | None = None) -> None:
@@ -124,11 +115,8 @@ class PrefixMap:
         self._capacities: dict[str, int] = {}
 
     def keep(self, replicas: Mapping[str, int | None]) -> None:
-        """Forget all replicas but these.
-
-        Args:
-            replicas: How many blocks each holds; None: it has not told.
-        """
+        """Forget all replicas but these; of each how many blocks it holds, None where it has not
+        told."""
         self._held = {name: self._held.get(name) or OrderedDict() for name in replicas}
         self._capacities = {name: told for name, told in replicas.items() if told is not None}
         for name in replicas:
@@ -147,23 +135,14 @@ class PrefixMap:
 
     def matched(self, replica: str, blocks: Blocks) -> int:
         """How many of a prompt's first blocks a replica has."""
-        held = self._held.get(replica)
-        if not held:
-            return 0
-        for count, block in enumerate(blocks):
-            if block not in held:
-                return count
-        return len(blocks)
+        held = self._held.get(replica, ())
+        return next((n for n, block in enumerate(blocks) if block not in held), len(blocks))
 
     def rank(self, blocks: Blocks, loads: Mapping[str, int]) -> list[Choice]:
         """Replicas, best first: those that are not far busier than the least busy one, by the
         longest prefix that they have, then by load, then by how full they are, in eighths, and then
-        by a hash that all routers share, so that they send a new prompt to the same replica.
-
-        Args:
-            blocks: Of the prompt.
-            loads: Open requests of each replica.
-        """
+        by a hash that all routers share, so that they send a new prompt to the same replica;
+        ``loads``: open requests of each."""
         if not loads:
             return []
         most = min(loads.values()) + self.slack

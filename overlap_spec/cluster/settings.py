@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated
 
-from overlap_spec.config import EngineConfig, Help
+from overlap_spec.config import EngineConfig, setting
 from overlap_spec.errors import ConfigError
 
 ROUTINGS = ("prefix", "load", "round-robin")
@@ -15,42 +14,31 @@ ROUTINGS = ("prefix", "load", "round-robin")
 class ClusterSettings:
     """How many engines there are, what each takes, and how requests find them."""
 
-    replicas: Annotated[
-        int | None,
-        Help(
-            "Run so many engines, each in a replica of Ray Serve, behind one address (extra "
-            "`cluster`); by default one engine without Ray."
-        ),
-    ] = None
-    max_replicas: Annotated[
-        int | None,
-        Help("Add replicas up to this number while requests wait, and take them away again."),
-    ] = None
-    routing: Annotated[
-        str,
-        Help(
-            "How a request finds its replica: prefix (the one that has computed most of its "
-            "prompt, unless it is far busier), load (the least busy), or round-robin."
-        ),
-    ] = "prefix"
-    fronts: Annotated[int, Help("Processes that take requests and route them to replicas.")] = 1
-    cpus_per_replica: Annotated[
-        float, Help("Cores that Ray reserves for a replica, which is given as many threads.")
-    ] = 1.0
-    gpus_per_replica: Annotated[
-        float | None,
-        Help(
-            "GPUs that Ray reserves for a replica; by default one for each rank, or none with "
-            "--device cpu, or where the cluster has none."
-        ),
-    ] = None
-    ray_address: Annotated[
-        str | None,
-        Help(
-            "Ray cluster to run on (HOST:PORT, ray://…, or auto); by default a new one on this "
-            "machine, which ends with the command."
-        ),
-    ] = None
+    replicas: int | None = setting(
+        "Run so many engines, each in a replica of Ray Serve, behind one address (extra "
+        "`cluster`); by default one engine without Ray."
+    )
+    max_replicas: int | None = setting(
+        "Add replicas up to this number while requests wait, and take them away again.",
+    )
+    routing: str = setting(
+        "How a request finds its replica: prefix (the one that has computed most of its prompt, "
+        "unless it is far busier), load (the least busy), or round-robin.",
+        "prefix",
+    )
+    fronts: int = setting("Processes that take requests and route them to replicas.", 1)
+    cpus_per_replica: float = setting(
+        "Cores that Ray reserves for a replica, which is given as many threads.",
+        1.0,
+    )
+    gpus_per_replica: float | None = setting(
+        "GPUs that Ray reserves for a replica; by default one for each rank, or none with --device "
+        "cpu, or where the cluster has none."
+    )
+    ray_address: str | None = setting(
+        "Ray cluster to run on (HOST:PORT, ray://…, or auto); by default a new one on this "
+        "machine, which ends with the command."
+    )
 
     def __post_init__(self) -> None:
         """Raise ConfigError that names the first invalid setting."""
@@ -76,11 +64,8 @@ class ClusterSettings:
 
 
 def gpus_of(config: EngineConfig, cluster: ClusterSettings, there: float) -> float:
-    """GPUs that a replica takes: one for each rank, all on one machine, if nothing else is said.
-
-    Args:
-        there: GPUs of the whole cluster.
-    """
+    """GPUs that a replica takes, of those that are ``there`` in the cluster: one for each rank, all
+    on one machine, if nothing else is said."""
     if cluster.gpus_per_replica is not None:
         return cluster.gpus_per_replica
     if config.device == "cpu" or not there:

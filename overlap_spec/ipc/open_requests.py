@@ -76,8 +76,7 @@ def _rejection(rejected: m.RejectedRequest) -> OverlapSpecError:
     """The error that the engine's process raised."""
     if rejected.failure is not None:
         return CompileFailure(rejected.message, rejected.failure, rejected.param)
-    if rejected.error_type == "GrammarError":
-        return GrammarError(rejected.message, rejected.param)
-    if rejected.error_type == "InvalidRequest":
-        return InvalidRequest(rejected.message, rejected.param)
+    kinds = {kind.__name__: kind for kind in (GrammarError, InvalidRequest)}
+    if rejected.error_type in kinds:
+        return kinds[rejected.error_type](rejected.message, rejected.param)
     return RequestFailed(rejected.message)

@@ -38,15 +38,9 @@ class AsyncRequestHandle(RequestHandle):
         return self
 
     async def __anext__(self) -> Delta:
-        """The next piece.
-
-        Raises:
-            EngineUnavailable: the engine died before the end.
-        """
+        """The next piece; EngineUnavailable: the engine died before the end."""
         while not self.deltas:
-            if self._lost is not None:
-                raise self._lost
-            if self.output is not None:
+            if self._lost is None and self.output is not None:
                 raise StopAsyncIteration
             await self._wait()
         delta = self.deltas.popleft()
@@ -61,16 +55,11 @@ class AsyncRequestHandle(RequestHandle):
             EngineUnavailable: the engine died before that.
         """
         while not self._queued and self.output is None:
-            if self._lost is not None:
-                raise self._lost
             await self._wait()
 
     async def finish(self) -> Output:
-        """The whole output; unread pieces are dropped.
-
-        Raises:
-            EngineUnavailable: the engine died before the end.
-        """
+        """The whole output; unread pieces are dropped. EngineUnavailable: the engine died before
+        its end."""
         async for _ in self:
             pass
         assert self.output is not None
@@ -89,6 +78,8 @@ class AsyncRequestHandle(RequestHandle):
         self._abort(self.request.id)
 
     async def _wait(self) -> None:
+        if self._lost is not None:
+            raise self._lost
         self._changed.clear()
         await self._changed.wait()
 

@@ -173,11 +173,9 @@ class EngineServer:
                 self.outputs.deltas.append(m.RequestDelta(number, handle.deltas.popleft()))
             if handle.output is not None:
                 # The client has the log-probabilities from the pieces.
-                output = dataclasses.replace(
-                    handle.output, parsed=None, logprobs=(), prompt_logprobs=()
-                )
-                finished = m.FinishedRequest(number, output, handle.error_type)
-                self.outputs.finished.append(finished)
+                less: dict[str, Any] = {"parsed": None, "logprobs": (), "prompt_logprobs": ()}
+                output = dataclasses.replace(handle.output, **less)
+                self.outputs.finished.append(m.FinishedRequest(number, output, handle.error_type))
                 self.engine.release([self.open.pop(number)])
 
     def _send(self) -> None:
