@@ -210,22 +210,14 @@ class Drafter(nn.Module, ABC):
         raise NotImplementedError(f"{type(self).__name__} must have draft or, as host, propose")
 
     def propose(self, histories: Sequence[History], tier: Tier) -> list[HostDraft]:
-        """The same on the host, for a drafter that is ``host``.
-
-        Args:
-            histories: Each request's known tokens; its root is the last. They are live: what is to
-                be kept of them is copied. What a draft lacks of their ``forced`` tokens, the
-                worker puts into it.
-        """
+        """The same on the host, for a drafter that is ``host``. Each request's root is the last of
+        its known tokens. These are live: what is to be kept of them is copied. What a draft lacks
+        of their ``forced`` tokens, the worker puts into it."""
         raise NotImplementedError(f"{type(self).__name__} must have propose")
 
     def foresee(self, histories: Sequence[History], tier: Tier) -> list[Foreseen | None]:
-        """For the step after the one under way, while that is verified.
-
-        Args:
-            histories: As of :meth:`propose`; their last tokens are the roots of the step under way.
-            tier: Of that step.
-        """
+        """For the step after the one under way, whose ``tier`` and whose roots, the last tokens of
+        ``histories``, these are, while that is verified."""
         raise NotImplementedError(f"{type(self).__name__} must have foresee")
 
     def forget(self, history: History) -> None:

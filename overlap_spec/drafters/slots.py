@@ -167,12 +167,8 @@ def note(values: Values, slot: int, value: bytes) -> None:
 
 
 class Prompt:
-    """The end of a prompt as text.
-
-    Attributes:
-        weights: Of each word's first byte, how likely free text begins there.
-        breaks: Where a span of words may end.
-    """
+    """The end of a prompt as text; ``weights``: of each word's first byte, how likely free text
+    begins there; ``breaks``: where a span of words may end."""
 
     def __init__(self, text: bytes, keys: Collection[bytes]) -> None:
         self.text = text[-PROMPT_BYTES:]
@@ -225,12 +221,8 @@ class Prompt:
 
 
 class Filling:
-    """One request: its prompt as text, and how far its output has come.
-
-    Attributes:
-        own: Values that its slots had in this output.
-        earlier: What they had in other ones; empty where nobody asked for that.
-    """
+    """One request: its prompt as text, how far its output has come, and the values that its slots
+    had in that (``own``), and in others (``earlier``; empty where nobody asked for that)."""
 
     def __init__(self, guide: Guide, history: History, table: Table, earlier: Values) -> None:
         self.table, self.own, self.earlier = table, Values(), earlier
@@ -408,12 +400,8 @@ class Filling:
 
 
 class SlotDrafter(Drafter):
-    """Proposes what fills the next slots of each request's grammar.
-
-    Attributes:
-        fillings: By request id; those that drafted last come last.
-        grammars: By a salt and a grammar's identity: its states, and what its slots had.
-    """
+    """Proposes what fills the next slots of each request's grammar; ``fillings``: by request id;
+    ``grammars``: by a salt and a grammar's identity, its states, and what its slots had."""
 
     host: ClassVar[bool] = True
     guided = True

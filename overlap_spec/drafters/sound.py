@@ -9,28 +9,26 @@ from torch.nn import functional as F
 from overlap_spec.drafters.base import Draft
 from overlap_spec.tiers import Tier
 
+DTYPES = (torch.int64, torch.int64, torch.float32)
+
 
 def sound(draft: Draft, tier: Tier, vocab_size: int) -> tuple[Draft, Tensor]:
     """The draft with all its unsound nodes dead, and how many each request had.
 
     Unsound are tokens outside of the vocabulary, parents that do not come earlier, a second sibling
     of the same token, branches of a chain, nodes deeper than the tier, scores that are no numbers,
-    and whatever lives below a dead node. A score above the parent's is lowered to it.
+    and whatever lives below a dead node. A score above the parent's is lowered to it. ValueError:
+    tensors of another shape or type than the tier asks for.
 
     Returns:
         The draft, and int64 ``(B,)``.
-
-    Raises:
-        ValueError: tensors of another shape or type than the tier asks for.
     """
     tokens, parents, scores = draft
     shape = len(tokens), tier.nodes - 1
-    wanted = {"tokens": torch.int64, "parents": torch.int64, "scores": torch.float32}
-    for (name, dtype), given in zip(wanted.items(), draft, strict=True):
+    for (name, given), dtype in zip(draft._asdict().items(), DTYPES, strict=True):
         if given is not None and (tuple(given.shape) != shape or given.dtype != dtype):
-            raise ValueError(
-                f"a draft's {name} must be {dtype} {shape}, not {given.dtype} {tuple(given.shape)}"
-            )
+            found = f"{given.dtype} {tuple(given.shape)}"
+            raise ValueError(f"a draft's {name} must be {dtype} {shape}, not {found}")
     index = torch.arange(shape[1], device=tokens.device)
     own = index.expand(tokens.shape) if parents is None else parents
     good = (tokens >= 0) & (tokens < vocab_size) & (scores == scores)

@@ -44,16 +44,11 @@ Node = TypeVar("Node")
 
 
 class TextPool(Generic[Index]):
-    """An index of as much of the newest text as fits into ``max_bytes``.
+    """An index of as much of the newest text as fits into ``max_bytes``; ``added``: tokens that it
+    was given so far.
 
     It has two indexes: where the younger one is full, the elder one is dropped, and nothing is
-    entered again.
-
-    Args:
-        size: Tokens at the end of the elder's text with which the younger's begins.
-
-    Attributes:
-        added: Tokens that it was given so far.
+    entered again but the last ``size`` tokens.
     """
 
     def __init__(self, make_index: Callable[[], Index], size: int, max_bytes: int) -> None:

@@ -86,12 +86,8 @@ class Growth(ABC):
         standing: GrammarStanding | None,
         step: int,
     ) -> ChainLink:
-        """The draft behind ``token (B, 1)``, the one of depth ``step`` >= 1.
-
-        Args:
-            state: ``(B, 1, H)``, the one from which that token was drafted.
-            standing: Where the grammars stand behind it.
-        """
+        """The draft behind ``token (B, 1)``, the one of depth ``step`` >= 1, which was drafted from
+        ``state (B, 1, H)``; ``standing``: where the grammars stand behind it."""
         # Everything before is an ancestor: plain causal attention.
         state = self.states_below(roots, Branches(token, state, step))
         return self._link(roots, state, standing, step)
@@ -185,16 +181,13 @@ class TreeDrafter(Growth, Drafter):
     def advance(
         self, tokens: Tensor, before: Tensor | None, positions: Tensor, attend: Attend
     ) -> Tensor:
-        """One pass of the model.
+        """One pass of the model: the states at these tokens, ``(T, H)``.
 
         Args:
             tokens, positions: int64 ``(T,)``; positions within the target's context.
             before: ``(T, H)``, states at each token's parent; of committed tokens what
                 :meth:`states_before` makes.
             attend: Attention over the cache.
-
-        Returns:
-            ``(T, H)``, the states at these tokens.
         """
 
     @abstractmethod

@@ -31,11 +31,9 @@ class Budgets:
     """What each step may draft and verify, and what came of it.
 
     Args:
-        policy: The length policy; where it raises, ``fixed`` takes its place from then on, and no
-            request notices.
-        fixed: One of the policy's tiers.
+        policy: The length policy; where it raises, ``fixed``, one of its tiers, takes its place
+            from then on, and no request notices.
         guard: A drafter that is paused drafts nothing.
-        drafts: What the grammars tell drafts.
         widens: Whether there may be wide tiers, for what the grammar tells (``config.tries``).
         tpot_slo_ms: Target of the requests that have none.
     """

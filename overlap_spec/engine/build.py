@@ -31,11 +31,7 @@ GPU_CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
 
 def build(config: EngineConfig) -> tuple[Tokenizer, EngineCore, GrammarCompiler, Iterator[bool]]:
     """The model's tokenizer, the engine's core, ready for its first step, what compiles its
-    grammars, and its :func:`preparation`.
-
-    Raises:
-        ConfigError, CheckpointError: as :class:`overlap_spec.engine.Engine`.
-    """
+    grammars, and its :func:`preparation`; raises as :class:`overlap_spec.engine.Engine`."""
     tokenizer = Tokenizer(config.target_path, read_config(config.target_path).vocab_size)
     compiler = GrammarCompiler(
         load(config.grammar_backend)(tokenizer.vocabulary),
@@ -109,9 +105,6 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
 
 
 def reserve_tokens(window_tokens: int) -> int:
-    """Slots that a running sequence owns after its committed length.
-
-    Twice the draft window, since the host may be one step behind, and one for the draft cache's
-    slot of the newest token.
-    """
+    """Slots that a running sequence owns after its committed length: twice the draft window, since
+    the host may be one step behind, and one for the draft cache's slot of the newest token."""
     return 2 * window_tokens + 1

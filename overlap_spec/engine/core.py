@@ -31,13 +31,7 @@ class StepOutputs(NamedTuple):
 
 class EngineCore:
     """Scheduler, worker, grammar manager and length policy of one engine; not thread-safe.
-
-    Args:
-        pool: Runs the matchers.
-
-    Attributes:
-        close: Ends all threads.
-    """
+    ``close`` ends all threads."""
 
     def __init__(
         self,

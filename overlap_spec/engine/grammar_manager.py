@@ -34,12 +34,8 @@ class StepFigures:
 
 
 class GrammarManager:
-    """The matchers of one engine by request id, and the time that they take.
-
-    Args:
-        pool: Runs accepts and fills.
-        record: Takes spans, as :meth:`overlap_spec.timeline.Timeline.record`.
-    """
+    """The matchers of one engine by request id, which ``pool`` runs, and the time that they take,
+    which ``record`` takes as :meth:`overlap_spec.timeline.Timeline.record`."""
 
     def __init__(self, pool: MatcherPool, record: Callable[..., None]) -> None:
         self.pool, self.record = pool, record
@@ -118,11 +114,8 @@ class GrammarManager:
         self, exposed_ms: float, idle_ms: float, sequences: Sequence[SequenceState]
     ) -> None:
         """Close a step's books: what was done since the last call is what it cost, each running
-        sequence's part of it by the time of its matcher.
-
-        Args:
-            exposed_ms: How long compute stood idle for the grammar; ``idle_ms``: for any reason.
-        """
+        sequence's part of it by the time of its matcher; ``exposed_ms``: how long compute stood
+        idle for the grammar, ``idle_ms``: for any reason."""
         figures = self.figures
         figures.steps += 1
         figures.grammar_ms += self.spent_ms

@@ -187,14 +187,12 @@ class InputProcessor:
         **options: Unpack[GenerateOptions],
     ) -> Request:
         """The request, checked and tokenised; its id is -1 until an engine numbers it.
+        InvalidRequest names the field at fault.
 
         Args:
             prompt: Text (one user turn), a list of messages (a chat), or token ids.
             grammar: See :func:`as_grammar`.
             options: See :class:`GenerateOptions`.
-
-        Raises:
-            InvalidRequest: an invalid argument; names the field.
         """
         arrival_ns = time.perf_counter_ns()
         self.check_length(prompt)

@@ -30,9 +30,7 @@ class OutputProcessor:
     """Fills the handles of one engine's requests. Not thread-safe: the engine holds its lock.
 
     A request is its caller's: when nobody else holds its handle, nobody will read or release it.
-
-    Args:
-        begin_validation: Starts to validate a finished output; None if its grammar is exact.
+    ``begin_validation`` starts to validate a finished output; None if its grammar is exact.
     """
 
     def __init__(self, begin_validation: Callable[[Grammar, str], Validation | None]) -> None:

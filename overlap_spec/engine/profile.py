@@ -36,10 +36,8 @@ def profile_points(tiers: Sequence[Tier], rows: int, longest: int) -> Iterator[P
 def profile(
     config: EngineConfig, progress: Callable[[tuple[int, int]], object]
 ) -> tuple[CostModel, Path]:
-    """Measure this machine at every tier, batch and context, and save the fit.
-
-    Args:
-        progress: Told (points measured, points in all).
+    """Measure this machine at every tier, batch and context, and save the fit; ``progress`` is told
+    (points measured, points in all).
 
     Returns:
         The cost model, and the file that later engines of these settings find it in.

@@ -130,7 +130,7 @@ class PageAllocator:
         node, sequence.start = sequence.start, None
         if node is not None:
             node.starting -= 1
-        return node and node.state
+        return None if node is None else node.state
 
     def take_back(self, sequence: Sequence) -> None:
         """Take all pages from a sequence that leaves its row."""

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 Vector = NDArray[np.float64]
 # A knee must make the fit's error this much smaller.
 KNEE_GAIN = 0.8
+FITTED = ("verify", "verify_node", "verify_context", "draft", "draft_branch", "draft_context")
 
 
 class StepShape(NamedTuple):
@@ -198,9 +199,9 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
         per_step[:, 0] = 1.0
         found, _ = _relative(per_step * np.array([[d.steps] for d in drafts]), took)
         draft = np.where(per_step.any(axis=0), found, draft)
+    known: dict[str, Any] = dict(zip(FITTED, [*best[:3].tolist(), *draft.tolist()], strict=True))
     model = CostModel(
-        *best[:3].tolist(),
-        *draft.tolist(),
+        **known,
         knee_nodes=knee,
         knee_node=float(best[3]) if knee else 0.0,
         most_nodes=max(v.nodes for v in verifies),
