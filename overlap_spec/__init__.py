@@ -25,24 +25,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# What is no error.
 _HOMES = {
     "AsyncEngine": "async_engine",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "Delta": "types",
     "Engine": "engine",
     "EngineConfig": "config",
-    "EngineUnavailable": "errors",
     "Generator": "generator",
     "Grammar": "grammar.spec",
-    "GrammarError": "errors",
-    "InvalidRequest": "errors",
-    "Output": "types",
-    "OverlapSpecError": "errors",
-    "QueueFull": "errors",
-    "RequestFailed": "errors",
-    "SamplingParams": "types",
-    "Verdict": "types",
+    **dict.fromkeys(("Delta", "Output", "SamplingParams", "Verdict"), "types"),
 }
 
 __all__ = [
@@ -68,8 +58,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Names load on first use, so that `import overlap_spec` needs neither torch nor a grammar.
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in __all__:
+        home = _HOMES.get(name, "errors")
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

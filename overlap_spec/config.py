@@ -31,16 +31,8 @@ LEAST = {
     "relaxed_topk": 0, "tensor_parallel_size": 1, "grammar_compile_memory_bytes": 1,
     "grammar_cache_bytes": 0, "memory_limit_bytes": 1,
 }  # fmt: skip
-# Names that other engines have → ours.
+# Names that other engines have → ours; those of :attr:`Help.flags` besides.
 ELSEWHERE = {
-    "model_path": "model",
-    "speculative_algorithm": "algorithm",
-    "speculative_draft_model_path": "draft",
-    "speculative_num_steps": "num_steps",
-    "speculative_eagle_topk": "eagle_topk",
-    "speculative_num_draft_tokens": "num_draft_tokens",
-    "speculative_accept_threshold_single": "threshold_single",
-    "speculative_accept_threshold_acc": "threshold_acc",
     "num_speculative_tokens": "num_steps",
     "max_draft_len": "num_steps",
     "speculative_model": "draft",
@@ -50,7 +42,6 @@ ELSEWHERE = {
     "is_keep_all": "ngram_keep_all",
     "is_use_oldest": "ngram_use_oldest",
     "max_model_len": "context_length",
-    "tp_size": "tensor_parallel_size",
     "gpu_memory_utilization": "mem_fraction_static",
     "max_num_seqs": "max_running_requests",
     "max_num_batched_tokens": "chunked_prefill_size",
@@ -286,9 +277,11 @@ class EngineConfig:
     def build(cls, **settings: Any) -> EngineConfig:
         """The config with ``settings``; ConfigError names an unknown or invalid one."""
         known = {f.name for f in fields(cls)}
-        for name in settings:
-            if name not in known:
-                raise ConfigError(unknown("setting", name, known, ELSEWHERE))
+        unread = [name for name in settings if name not in known]
+        if unread:
+            flags = [(flag, own) for own, told in helps(cls).items() for flag in told.flags]
+            elsewhere = {flag.strip("-").replace("-", "_"): own for flag, own in flags}
+            raise ConfigError(unknown("setting", unread[0], known, elsewhere | ELSEWHERE))
         config = cls(**settings)
         config.check()
         return config

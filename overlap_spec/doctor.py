@@ -24,10 +24,7 @@ CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "am
 
 def check_files(config: EngineConfig, chat_template: str | None = None) -> None:
     """Read a checkpoint's small files, which takes no torch and no memory for weights.
-
-    Raises:
-        CheckpointError: one is missing, broken or out of range; names the field.
-    """
+    CheckpointError, which names the field: one is missing, broken or out of range."""
     from overlap_spec.models.config import read_config
     from overlap_spec.tokenizer import Tokenizer
 
@@ -36,11 +33,8 @@ def check_files(config: EngineConfig, chat_template: str | None = None) -> None:
 
 
 def examine(model: str | None, draft: str | None, algorithm: str | None = None) -> list[Finding]:
-    """(subject, finding, whether it is fine) for libraries, device, kernels and weights.
-
-    Args:
-        algorithm: Whose folder ``draft`` is; None: what its tensors say.
-    """
+    """(subject, finding, whether it is fine) for libraries, device, kernels and weights;
+    ``algorithm``: whose folder ``draft`` is; None: what its tensors say."""
     findings: list[Finding] = [
         ("overlap-spec", __version__, True),
         ("python", platform.python_version(), True),
@@ -132,15 +126,9 @@ def _weights(model: str | None, draft: str | None, algorithm: str | None) -> lis
         return [("target weights", str(error), False)]
     shape = target.config
     count = sum(p.numel() for p in target.parameters()) / 1e6
-    found = [
-        (
-            "target weights",
-            f"{shape.architecture}, {count:.1f}M parameters, vocabulary {shape.vocab_size}, "
-            f"context {shape.max_position}",
-            True,
-        )
-    ]
-    return [*found, ("drafter", *_drafter(config, target))]
+    about = f"{shape.architecture}, {count:.1f}M parameters, vocabulary {shape.vocab_size}, "
+    about += f"context {shape.max_position}"
+    return [("target weights", about, True), ("drafter", *_drafter(config, target))]
 
 
 def _drafter(config: EngineConfig, target: Decoder) -> tuple[str, bool]:

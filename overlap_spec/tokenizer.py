@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,8 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         rendering: Rendering = Rendering(),  # noqa: B008, frozen
     ) -> list[int]:
-        """Token ids of a chat in the model's template, up to the start of the answer.
-
-        Raises:
-            InvalidRequest: there is no template, or it rejects these messages.
-        """
+        """Token ids of a chat in the model's template. InvalidRequest: there is none, or it rejects
+        these messages."""
         return self.encode(self._render(messages, tools, rendering))
 
     def render(
@@ -107,11 +104,7 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         open_answer: bool = True,
     ) -> str:
-        """Text of a chat in the model's template; ``open_answer`` adds the start of an answer.
-
-        Raises:
-            InvalidRequest: as for :meth:`chat`.
-        """
+        """Text of a chat, as for :meth:`chat`; ``open_answer`` adds the start of an answer."""
         return self._render(messages, tools, Rendering(open_answer))
 
     def _render(
@@ -132,19 +125,13 @@ class Tokenizer:
         given = self._generation
         if given.get("do_sample") is False:
             given = given | {"temperature": 0.0}
-        names = {f.name for f in fields(SamplingParams) if f.default is None}
-        names &= {"temperature", "top_k", "top_p", "repetition_penalty"}
-        fill = {
-            name: given[name]
-            for name in names
-            if getattr(params, name) is None and given.get(name) is not None
-        }
-        return replace(params, **fill)
+        names = ("temperature", "top_k", "top_p", "repetition_penalty")
+        unset = [n for n in names if getattr(params, n) is None and given.get(n) is not None]
+        return replace(params, **{name: given[name] for name in unset})
 
     def _special_tokens(self) -> dict[str, str]:
-        names = ("bos_token", "eos_token", "pad_token", "unk_token")
         found = {}
-        for name in names:
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = self._settings.get(name)
             if isinstance(token, dict):
                 token = token.get("content")
@@ -187,10 +174,7 @@ class StreamDecoder:
 
 def read_template(path: Path) -> Any:
     """The chat template of the checkpoint in folder ``path`` as its files have it, or None.
-
-    Raises:
-        CheckpointError: a file that cannot be read.
-    """
+    CheckpointError: a file that cannot be read."""
     file = path / "chat_template.jinja"
     if file.exists():
         try:

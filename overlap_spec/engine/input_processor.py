@@ -36,19 +36,14 @@ MOST_TOLD, LONGEST_TOLD = 4, 64
 # Names that others have for arguments → ours.
 ELSEWHERE = {
     "lora_request": "lora",
-    "max_new_tokens": "max_tokens",
-    "max_completion_tokens": "max_tokens",
     "stop_sequences": "stop",
-    "messages": "prompt",
-    "prompts": "prompt",
     "sampling_params": "sampling",
-    "output_type": "grammar",
-    "response_format": "grammar",
-    "schema": "grammar",
-    "json_schema": "grammar",
-    "regex": "grammar",
-    "ebnf": "grammar",
-    "choice": "grammar",
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens"), "max_tokens"),
+    **dict.fromkeys(("messages", "prompts"), "prompt"),
+    **dict.fromkeys(
+        ("output_type", "response_format", "schema", "json_schema", "regex", "ebnf", "choice"),
+        "grammar",
+    ),
 }
 
 One = TypeVar("One", covariant=True)
