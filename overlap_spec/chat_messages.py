@@ -11,27 +11,16 @@ from overlap_spec.memory import collector_off
 
 # Roles, and what chat templates call them.
 ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
-# Fields of a message besides role and content, by its role.
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+    "tool": "tool", "function": "tool",
+}  # fmt: skip
+# Fields of a message besides role and content, by its role. The last three of a reply are for one
+# that is sent back unchanged; templates do not get these.
 NAMED = frozenset({"name"})
+REPLY = {"reasoning_content", "tool_calls", "function_call", "refusal", "audio", "annotations"}
 FIELDS: dict[str, frozenset[str]] = {
     **dict.fromkeys(ROLES, NAMED),
-    "assistant": NAMED
-    | {
-        "reasoning_content",
-        "tool_calls",
-        "function_call",
-        # Of a reply, so that it can be sent back unchanged; templates do not get these.
-        "refusal",
-        "audio",
-        "annotations",
-    },
+    "assistant": NAMED | REPLY,
     "tool": NAMED | {"tool_call_id"},
 }
 # Those that templates get as they are.
@@ -71,10 +60,9 @@ def _message(message: Any, place: str) -> dict[str, Any]:
     if older is not None:
         plain["tool_calls"] = [{"id": "", **_function(older, f"{place}.function_call")}]
     elif calls:
-        _expect(calls, list | tuple, "a list of calls", f"{place}.tool_calls")
-        plain["tool_calls"] = [
-            _call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)
-        ]
+        at = f"{place}.tool_calls"
+        _expect(calls, list | tuple, "a list of calls", at)
+        plain["tool_calls"] = [_call(call, f"{at}[{n}]") for n, call in enumerate(calls)]
     return plain
 
 
@@ -115,20 +103,15 @@ def _function(function: Any, place: str) -> dict[str, Any]:
 
 
 def read_arguments(text: str, place: str) -> dict[str, Any]:
-    """The object that a call's arguments are the text of.
-
-    Raises:
-        InvalidRequest: they are not; names ``place``.
-    """
+    """The object that a call's arguments are the text of; InvalidRequest names ``place``."""
     try:
         with collector_off():
             arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
         arguments = None
-    if not isinstance(arguments, dict):
-        message = f"{place} is not the text of a JSON object"
-        raise InvalidRequest(message, place.partition("[")[0])
-    return arguments
+    if isinstance(arguments, dict):
+        return arguments
+    raise InvalidRequest(f"{place} is not the text of a JSON object", place.partition("[")[0])
 
 
 def _known(value: Mapping[str, Any], names: set[str] | frozenset[str], place: str) -> None:

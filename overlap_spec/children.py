@@ -47,11 +47,8 @@ def _names_secret(name: str) -> bool:
 
 
 def limit_self(kind: int, most: int) -> None:
-    """Set a resource limit of this process, unless it was started under a lower one.
-
-    Args:
-        kind: Of module `resource`, as `RLIMIT_FSIZE`; in its unit.
-    """
+    """Set a resource limit of this process, unless it was started under a lower one; ``kind``: of
+    module `resource`, as `RLIMIT_FSIZE`; in its unit."""
     _, hard = resource.getrlimit(kind)
     if hard != resource.RLIM_INFINITY:
         most = min(most, hard)

@@ -23,12 +23,8 @@ class OverlapSpecError(Exception):
 
 
 class InvalidRequest(OverlapSpecError, ValueError):
-    """A request that cannot be served as asked.
-
-    Args:
-        message: What is wrong, and what to do.
-        param: The field at fault (``"max_tokens"``, ``"schema"`` …), or None.
-    """
+    """A request that cannot be served as asked; ``param``: the field at fault (``"max_tokens"``,
+    ``"schema"`` …), or None."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -74,13 +70,8 @@ class NumericFault(RequestFailed):
 def unknown(
     what: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None
 ) -> str:
-    """A message for a name that does not exist.
-
-    Args:
-        what: What it would name (``"setting"``).
-        known: Names that exist.
-        elsewhere: Names that others have for some of these.
-    """
+    """A message for a name of ``what`` (``"setting"``) that does not exist; ``known`` ones do, for
+    some of which others have the names ``elsewhere``."""
     names = sorted(known)
     alike = difflib.get_close_matches(name, names, 1)
     meant = (elsewhere or {}).get(name) or (alike[0] if alike else None)

@@ -26,15 +26,10 @@ def is_hub_name(given: str) -> bool:
 
 @cache
 def find_folder(given: str) -> Path:
-    """The folder of the checkpoint that a user calls ``given``.
-
-    Args:
-        given: A folder, a GGUF file, or ``org/name`` on the hub: the local Hugging Face cache is
-            looked up, and filled where there is a network and ``HF_HUB_OFFLINE`` is not set.
-
-    Raises:
-        CheckpointError: a file, no such folder, or a name that cannot be had; says what to do.
-    """
+    """The folder of the checkpoint that a user calls ``given``: a folder, a GGUF file, or
+    ``org/name`` on the hub: the local Hugging Face cache is looked up, and filled where there is a
+    network and ``HF_HUB_OFFLINE`` is not set. CheckpointError: a file, no such folder, or a name
+    that cannot be had; says what to do."""
     path = Path(given)
     if path.is_dir():
         return path

@@ -44,11 +44,8 @@ def rss_bytes() -> int:
 
 
 def machine_bytes(root: Path = Path("/")) -> int:
-    """Memory of the machine, or of the least of the control groups that hold this process.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are.
-    """
+    """Memory of the machine, or of the least of the control groups that hold this process;
+    ``root``: where ``proc`` and ``sys`` are."""
     least = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for folder in control_groups("memory", root):
         for name in LIMIT_FILES:
@@ -87,13 +84,9 @@ def trim() -> None:
 
 
 class MemoryCeiling:
-    """Tells when a process has to do without more memory.
-
-    Args:
-        most_bytes: Resident memory of this process.
-        collects: Whether to look for garbage in cycles too, which in a process with torch stops
-            all threads for 0.1 s.
-    """
+    """Tells when a process has to do without more memory than ``most_bytes``, resident; with
+    ``collects`` it looks for garbage in cycles too, which in a process with torch stops all threads
+    for 0.1 s."""
 
     def __init__(self, most_bytes: int, collects: bool = False) -> None:
         self.most_bytes, self._collects = most_bytes, collects
@@ -101,15 +94,9 @@ class MemoryCeiling:
 
     @classmethod
     def beside(cls, most_bytes: int | None, untouched_bytes: int) -> MemoryCeiling:
-        """The ceiling of a process that has all it needs by itself.
-
-        Args:
-            most_bytes: None leaves most of the rest to the machine's other processes.
-            untouched_bytes: What it will take besides, as its caches are first written.
-
-        Raises:
-            ConfigError: it takes more than that by itself.
-        """
+        """The ceiling of a process that has all it needs by itself, but ``untouched_bytes``, which
+        it takes as its caches are first written; ``most_bytes``: None leaves most of the rest to
+        the machine's other processes. ConfigError: it takes more than that by itself."""
         rest = rss_bytes() + untouched_bytes
         if most_bytes is None:
             most_bytes = rest + max(0, machine_bytes() - rest) // 4

@@ -18,14 +18,12 @@ Item = TypeVar("Item")
 
 
 def has_room(held: Mapping[str, int], holder: str, most: int, amount: int = 1) -> bool:
-    """Whether a holder may have ``amount`` more of what ``most`` of is shared out.
+    """Whether a holder may have ``amount`` more of what ``most`` of is shared out; ``held``: how
+    much each has, without those who have 0.
 
     A holder may have all that nobody has. Where that is not enough, one that stays within its equal
     part gets it all the same, so that it waits for nobody else; all together have at most twice
     ``most``.
-
-    Args:
-        held: How much each holder has; nobody has 0.
     """
     total = sum(held.values()) + amount
     if total <= most:
@@ -77,12 +75,8 @@ class Turns:
 
 
 class FairQueue(Generic[Item]):
-    """Items that wait, in a line for each holder; the holders take turns.
-
-    Args:
-        holder: Whose an item is.
-        rank: Its place in its holder's line, least first; None: first come, first served.
-    """
+    """Items that wait, in a line for each ``holder``; the holders take turns. ``rank``: an item's
+    place in its holder's line, least first; None: first come, first served."""
 
     def __init__(
         self, holder: Callable[[Item], str], rank: Callable[[Item], Any] | None = None
@@ -131,12 +125,8 @@ class FairQueue(Generic[Item]):
 
 
 class Lane:
-    """Places that are shared out by holder, and waited for in turns.
-
-    Args:
-        most: Places; see :func:`has_room`.
-        most_waiting: How many may wait for one, shared out as well, of each kind.
-    """
+    """``most`` places that are shared out by holder (:func:`has_room`), and waited for in turns, by
+    at most ``most_waiting`` of each kind, shared out as well."""
 
     def __init__(self, most: int, most_waiting: int) -> None:
         self.busy = Shares(most)

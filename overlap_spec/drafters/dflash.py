@@ -37,10 +37,8 @@ class DFlashDrafter(MarginalDrafter):
         assert isinstance(drafter.head.config, DFlashConfig)
         learnt = drafter.head.config.block_tokens - 1
         if config.num_steps > learnt:
-            log.warning(
-                "num_steps %d: %s has learnt to draft %d deep; deeper ones are worse",
-                config.num_steps, config.draft, learnt,
-            )  # fmt: skip
+            told = "num_steps %d: %s has learnt to draft %d deep; deeper ones are worse"
+            log.warning(told, config.num_steps, config.draft, learnt)
         return drafter
 
     def extend(self, committed: Committed) -> None:

@@ -149,15 +149,10 @@ class Budgets:
         return self._tpot_slo_ms if own is None else own
 
     def _view(self, sequence: SequenceState) -> RequestView:
-        request = sequence.request
-        return RequestView(
-            request.id,
-            len(request.prompt_ids) + len(sequence.output_ids),
-            sequence.matcher is not None,
-            request.sampling.speculate,
-            self._target_ms(sequence),
-            sequence.confidences,
-        )
+        request, constrained = sequence.request, sequence.matcher is not None
+        tokens = len(request.prompt_ids) + len(sequence.output_ids)
+        asked = request.sampling.speculate, self._target_ms(sequence)
+        return RequestView(request.id, tokens, constrained, *asked, sequence.confidences)
 
 
 def _chosen(policy: LengthPolicy, view: StepView) -> Budget:

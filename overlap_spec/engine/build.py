@@ -33,14 +33,12 @@ def build(config: EngineConfig) -> tuple[Tokenizer, EngineCore, GrammarCompiler,
     """The model's tokenizer, the engine's core, ready for its first step, what compiles its
     grammars, and its :func:`preparation`; raises as :class:`overlap_spec.engine.Engine`."""
     tokenizer = Tokenizer(config.target_path, read_config(config.target_path).vocab_size)
+    backend, isolated = load(config.grammar_backend)(tokenizer.vocabulary), config.grammar_isolated
+    limits = CompileLimits(
+        time_s=config.grammar_compile_timeout_s, memory_bytes=config.grammar_compile_memory_bytes
+    )
     compiler = GrammarCompiler(
-        load(config.grammar_backend)(tokenizer.vocabulary),
-        config.grammar_cache_bytes,
-        isolated=config.grammar_isolated,
-        limits=CompileLimits(
-            time_s=config.grammar_compile_timeout_s,
-            memory_bytes=config.grammar_compile_memory_bytes,
-        ),
+        backend, config.grammar_cache_bytes, isolated=isolated, limits=limits
     )
     # Its processes start while the weights are read.
     compiler.warm()

@@ -79,11 +79,8 @@ class GrammarManager:
 
     def accept(self, kept: Mapping[int, Sequence[int]]) -> None:
         """Feed each constrained request's kept tokens to its matcher."""
-        items = [
-            AcceptItem(request_id, self.matchers[request_id], tokens)
-            for request_id, tokens in kept.items()
-            if request_id in self.matchers
-        ]
+        own = self.matchers
+        items = [AcceptItem(i, own[i], tokens) for i, tokens in kept.items() if i in own]
         self._run("accept", items)
         for item in items:
             error = item.error

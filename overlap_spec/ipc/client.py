@@ -224,12 +224,10 @@ class EngineClient:
         self._process = None
         if self.health == "ready":
             self.health = "restarting"
-        error = EngineUnavailable(
-            "the engine was closed while this request was under way"
-            if self.health == "closed"
-            else "the engine stopped while this request was under way: it is being restarted, "
-            "send the request again"
-        )
+        closed = self.health == "closed"
+        what = "was closed" if closed else "stopped"
+        hint = "" if closed else ": it is being restarted, send the request again"
+        error = EngineUnavailable(f"the engine {what} while this request was under way{hint}")
         for number in list(self.open_requests):
             self.open_requests.fail(number, error)
         for query in self._queries.values():

@@ -207,11 +207,8 @@ class EngineServer:
     def _standings(self) -> list[Standing]:
         """Where requests stand, by the client's numbers: the first of them."""
         numbers = {handle.request.id: number for number, handle in self.open.items()}
-        known = [
-            dataclasses.replace(standing, id=numbers[standing.id])
-            for standing in self.engine.standings(MOST_STANDINGS)
-            if standing.id in numbers
-        ]
+        told = [each for each in self.engine.standings(MOST_STANDINGS) if each.id in numbers]
+        known = [dataclasses.replace(each, id=numbers[each.id]) for each in told]
         now = time.perf_counter_ns()
         compiling = [
             Standing(number, "compiling", (now - request.arrival_ns) / 1e6, len(request.prompt_ids))
