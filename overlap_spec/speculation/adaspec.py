@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from overlap_spec.speculation.acceptance import BINS, PRIOR_RATE, Calibration
 from overlap_spec.speculation.cost import ASSUMED, ASSUMED_SPREAD, CostModel
+from overlap_spec.speculation.memory import PRIOR_RATE
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (
     LAUNCH,
@@ -32,10 +32,56 @@ from overlap_spec.speculation.policy import (
 )
 from overlap_spec.tiers import RAGGED_GAIN, Budget, DraftStop, Tier, kept_nodes
 
+# Of a calibration; what a bin starts with, and what it keeps at each new draft.
+BINS, BIN_TRIALS, BIN_KEPT = 10, 4.0, 0.995
 # Weight of a request's last verify in what is expected of its next one.
 ALPHA = 0.2
 # Verifies without drafts after which one drafts, since nothing else tells that drafts pay again.
 PROBE_EVERY = 128
+
+
+class Calibration:
+    """The drafter's confidence → how often a draft of that confidence is accepted.
+
+    Equal bins, interpolated between their means; a bin starts with trials that take the
+    confidence at its word.
+    """
+
+    def __init__(self) -> None:
+        self._mass = [BIN_TRIALS * (n + 0.5) / BINS for n in range(BINS)]
+        self._passed = list(self._mass)
+        self._tried = [BIN_TRIALS] * BINS
+
+    def add(self, confidence: float, accepted: bool) -> None:
+        """Take in one draft that was reached."""
+        n = min(BINS - 1, int(confidence * BINS))
+        for sums, new in ((self._mass, confidence), (self._passed, accepted), (self._tried, 1)):
+            sums[n] = sums[n] * BIN_KEPT + new
+
+    def add_run(self, confidences: Sequence[float], accepted: int) -> None:
+        """Take in one verify: ``accepted`` confidences that were, and the next, which was not."""
+        for n, confidence in enumerate(confidences[: accepted + 1]):
+            self.add(confidence, n < accepted)
+
+    def rate(self, confidence: float) -> float:
+        """How often drafts of ``confidence`` are accepted."""
+        at = min(max(confidence, 0.0), 1.0) * BINS - 0.5
+        low = min(max(int(at), 0), BINS - 2)
+        share = min(max(at - low, 0.0), 1.0)
+        left, right = (self._passed[n] / self._tried[n] for n in (low, low + 1))
+        return left + share * (right - left)
+
+    def curve(self) -> list[float]:
+        """:meth:`rate` at the bins' middles, between which it is straight."""
+        return [passed / tried for passed, tried in zip(self._passed, self._tried, strict=True)]
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """Each bin that saw drafts: mean ``confidence``, ``accepted`` share, ``trials``."""
+        return [
+            {"confidence": m / t, "accepted": p / t, "trials": t - BIN_TRIALS}
+            for m, p, t in zip(self._mass, self._passed, self._tried, strict=True)
+            if t > BIN_TRIALS
+        ]
 
 
 class Confidences:

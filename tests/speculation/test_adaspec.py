@@ -10,20 +10,15 @@ import pytest
 
 from bench.baselines import ThresholdPolicy
 from bench.traces import stopped_steps, verified_lengths
-from overlap_spec.speculation.acceptance import (
-    Calibration,
-    DepthCounts,
-    expected,
-    run_variance,
-    slopes,
-)
 from overlap_spec.speculation.adaspec import (
     AdaSpecPolicy,
+    Calibration,
     Confidences,
     goodput,
     predicted_steps,
 )
 from overlap_spec.speculation.cost import CostModel
+from overlap_spec.speculation.memory import DepthCounts, expected, run_variance, slopes
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (
     OFF,

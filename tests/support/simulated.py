@@ -17,7 +17,6 @@ import numpy as np
 
 from bench.six_machines import FORMULAS
 from bench.traces import rates_of
-from overlap_spec.speculation.acceptance import expected
 from overlap_spec.speculation.cost import (
     CostModel,
     DraftTime,
@@ -25,6 +24,7 @@ from overlap_spec.speculation.cost import (
     fit,
     shape_of,
 )
+from overlap_spec.speculation.memory import expected
 from overlap_spec.speculation.policy import (
     LengthPolicy,
     RequestOutcome,
