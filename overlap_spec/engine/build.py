@@ -10,15 +10,18 @@ from dataclasses import replace
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.budgets import Budgets
 from overlap_spec.engine.core import EngineCore
-from overlap_spec.engine.grammar_drafts import GrammarDrafts, matcher_pool
+from overlap_spec.engine.grammar_drafts import GrammarDrafts
 from overlap_spec.engine.start_up import batches, preparation, warm_up, with_wide
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.compile import GrammarCompiler
+from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.isolation.limits import CompileLimits
+from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.memory import MemoryCeiling
 from overlap_spec.models.config import read_config
 from overlap_spec.scheduler.scheduler import Scheduler
 from overlap_spec.speculation.presets import nearest_tier, policy_of
+from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.timeline import Timeline
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.worker.build import Room, build_streams, build_worker
@@ -83,7 +86,12 @@ def _core(config: EngineConfig, tokenizer: Tokenizer) -> EngineCore:
     widens = drafts and fits and (traits.on_gpu if config.tries is None else config.tries)
 
     vocabulary = tokenizer.vocabulary
-    pool = matcher_pool(config, lanes, vocabulary, tokenizer.encode, traits.reads_states)
+    forced = None
+    if drafts:
+        # A drafter that reads states keeps to what is forced by itself.
+        known = vocabulary, tokenizer.encode, RUN_TOKENS
+        forced = ForcedRuns(*known, weighed=traits.reads_states)
+    pool = MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s, forced)
     told = GrammarDrafts(worker, pool, vocabulary)
     scheduler = Scheduler(
         pages=traits.pages,

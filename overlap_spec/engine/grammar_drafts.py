@@ -3,12 +3,10 @@ the trees that the grammar tells, beside what the drafter guesses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from overlap_spec.config import EngineConfig
-from overlap_spec.grammar.drafting.forced import ForcedRuns
 from overlap_spec.grammar.drafting.state_table import token_steps
 from overlap_spec.grammar.matching.pool import MatcherPool
 from overlap_spec.grammar.vocabulary import Vocabulary
@@ -77,21 +75,6 @@ class GrammarDrafts:
                 left = self._pool.guesses(request.id).standing.left
                 sizes[index] = max(1 + run if run > tier.own.steps else 0, 1 + left)
         return sizes
-
-
-def matcher_pool(
-    config: EngineConfig,
-    lanes: int,
-    vocabulary: Vocabulary,
-    encode: Callable[[str], list[int]],
-    weighed: bool,
-) -> MatcherPool:
-    """What runs matchers in so many threads, and tells drafts, if there are any, what is forced;
-    ``encode``: a text's tokens; ``weighed``: the drafter keeps to what is forced by itself."""
-    forced = None
-    if config.drafter != "none":
-        forced = ForcedRuns(vocabulary, encode, RUN_TOKENS, weighed=weighed)
-    return MatcherPool(lanes, config.mask_deadline_ms, config.mask_timeout_s, forced)
 
 
 class Parts:

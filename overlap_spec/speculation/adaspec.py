@@ -137,11 +137,8 @@ def goodput(tokens: float, step_ms: float, tpot_slo_ms: float | None) -> float:
 def predicted_steps(
     confidences: Sequence[float], costs: Mapping[int, float], tpot_slo_ms: float | None
 ) -> int:
-    """Algorithm 1: the length at which the goodput stops to grow.
-
-    Args:
-        costs: Steps → milliseconds of a step that drafts and verifies as many, ascending from 0.
-    """
+    """Algorithm 1: the length at which the goodput stops to grow; ``costs``: steps → milliseconds
+    of a step that drafts and verifies as many, ascending from 0."""
     shares, tokens = [1.0] * len(confidences), float(len(confidences))
     first, *_, last = costs
     best, best_steps = goodput(tokens, costs[first], tpot_slo_ms), first

@@ -169,11 +169,8 @@ class DraftTime(NamedTuple):
 
 
 def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str) -> CostModel:
-    """The model of least relative squares with coefficients >= 0; a knee where it helps.
-
-    Args:
-        verifies: At least one; ``drafts`` may be empty.
-    """
+    """The model of least relative squares with coefficients >= 0 of one verify at least; a knee
+    where it helps."""
     wanted, nodes = np.array([v.ms for v in verifies]), np.array([v.nodes for v in verifies])
     # What never varies cannot be fitted: it is taken to be what is assumed of a pass as long.
     unit = median(v.ms / ASSUMED.verify_ms(v.nodes, v.context_tokens) for v in verifies)

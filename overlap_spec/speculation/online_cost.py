@@ -58,8 +58,7 @@ class OnlineCost:
     blocks of one kind that follow each other; what no deviation explains is mostly the load's.
 
     Args:
-        model: Where to start.
-        spread: Standard deviation of each coefficient's logarithm at first.
+        spread: Standard deviation of each coefficient's logarithm at first, around ``model``.
     """
 
     def __init__(self, model: CostModel, spread: float) -> None:

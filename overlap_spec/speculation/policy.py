@@ -37,12 +37,8 @@ class RequestView(NamedTuple):
 
 @dataclass(frozen=True)
 class StepView:
-    """What a step is planned for.
-
-    Attributes:
-        requests: Those that get a tree, in the order of the plan's decode rows.
-        chunk_tokens: Prompt tokens that the step computes beside the trees.
-    """
+    """What a step is planned for: the ``requests`` that get a tree, in the order of the plan's
+    decode rows, and the ``chunk_tokens`` of prompts that it computes beside these."""
 
     requests: tuple[RequestView, ...]
     chunk_tokens: int = 0

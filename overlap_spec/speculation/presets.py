@@ -99,10 +99,8 @@ def read_config(path: str) -> dict[int, SlotSettings]:
     An object with one key for each slot (a batch size, as a string), holding an object with its
     ``candidate_steps`` (required) and hysteresis and ceiling; beside the slots ``ema_alpha``,
     ``update_interval`` and ``warmup_batches``. As in the published loader, any setting but
-    ``candidate_steps`` may stand in either place, and a slot's own wins.
-
-    Raises:
-        ConfigError: Names the file and the key at fault.
+    ``candidate_steps`` may stand in either place, and a slot's own wins. ConfigError names the file
+    and the key at fault.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -119,12 +117,11 @@ def read_config(path: str) -> dict[int, SlotSettings]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in data:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
             raise ConfigError(f"key {key!r} stands twice")
-        data[key] = value
-    return data
+    return dict(pairs)
 
 
 def _slots(data: object) -> dict[int, SlotSettings]:

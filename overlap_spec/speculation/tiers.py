@@ -67,9 +67,7 @@ class EmaSlot:
         steps: The active ones. At first the launch steps, or the middle candidate where these are
             no candidate (of an even number, the upper middle).
         ema: Smoothed count of accepted drafts a verify, bonus not counted.
-        count: Verifies observed.
-        switches: Changes of ``steps``.
-        reason: Of the last change.
+        count, switches: Verifies observed; changes of ``steps``, the last for ``reason``.
     """
 
     def __init__(self, settings: SlotSettings, launch_steps: int) -> None:
@@ -128,12 +126,7 @@ class EmaSlot:
 
 class SlotPolicy(LengthPolicy):
     """A policy with a slot for each range of batch sizes; no slot learns from another's batches.
-
-    Args:
-        name: In its snapshot.
-        slots: By the least batch size; batches below the first bound use the first.
-        tier_of: Tier of a number of steps.
-    """
+    ``slots``: by the least batch size; batches below the first bound use the first."""
 
     def __init__(
         self, name: str, slots: Mapping[int, EmaSlot], tier_of: Callable[[int], Tier]
