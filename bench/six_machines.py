@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import exp, sin
 from operator import mul
@@ -69,7 +69,7 @@ FORMULAS: dict[str, CostModel] = {
     "h100": CostModel(
         verify=6.0, verify_node=0.003, verify_context=5e-5,
         draft=0.4, draft_branch=0.0003, draft_context=2e-6,
-        knee_nodes=300, knee_node=0.022,
+        knee_nodes=300, knee_node=0.022, host=0.6, host_tree=0.05,
     ),
 }  # fmt: skip
 
@@ -88,12 +88,13 @@ MACHINES = {
     "amx": Machine(CostModel(
         verify=26.0, verify_node=0.12, verify_context=1e-3, draft=1.2, draft_branch=0.05,
         draft_context=1e-4, knee_nodes=64, knee_node=0.3, grammar_node=0.01,
+        host=1.5, host_tree=0.2,
     )),
     "gpu": Machine(FORMULAS["h100"]),
     # A row costs a sixth of a pass.
     "one core": Machine(CostModel(
         verify=9.0, verify_node=1.5, verify_context=1e-3, draft=0.6, draft_branch=0.15,
-        draft_context=1e-4, grammar_node=0.02,
+        draft_context=1e-4, grammar_node=0.02, host=2.0, host_tree=0.4,
     )),
     "draft dear": Machine(CostModel(
         verify=20.0, verify_node=0.2, verify_context=1e-3, draft=5.0, draft_branch=0.3,
@@ -102,6 +103,7 @@ MACHINES = {
     "grammar dear": Machine(CostModel(
         verify=10.0, verify_node=0.1, verify_context=1e-3, draft=0.6, draft_branch=0.02,
         draft_context=1e-4, knee_nodes=64, knee_node=0.1, grammar_node=0.6,
+        host=0.8, host_tree=0.15,
     )),
     # The load doubles and falls, slowly, and at once in the middle.
     "noisy": Machine(
@@ -198,14 +200,15 @@ def live(
     """
     rng, numbers = Random(f"life {seed}"), iter(range(10**9))
     own: dict[tuple[Tier, int], float] = {}
+    passes = replace(machine.cost, host=0.0, host_tree=0.0)
 
-    def step_ms(budget: Budget, view: StepView) -> float:
+    def step_ms(budget: Budget, view: StepView, cost: CostModel = machine.cost) -> float:
         tier, batch = budget.tier, view.batch
         key = tier, batch.bit_length()
         if key not in own:
             own[key] = exp(Random(f"own {seed} {key}").gauss(0.0, OWN))
         shape = shape_of(budget, batch, view.context_tokens, view.constrained)
-        return own[key] * machine.cost.step_ms(shape)
+        return own[key] * cost.step_ms(shape)
 
     def measured() -> Iterator[PassTimes]:
         tiers, launch = policy.tiers, Tier(5, 1, 6)
@@ -213,9 +216,9 @@ def live(
         for point in startup_points(launch, tiers) if at_once else points:
             draft_ms = machine.cost.draft_ms(point.batch, point.tier.steps, point.tier.top_k, 0)
             view = StepView(tuple(RequestView(n, 0) for n in range(point.batch)))
-            whole_ms = step_ms(Budget(point.tier), view)
+            passes_ms = step_ms(Budget(point.tier), view, passes)
             noises = (exp(rng.gauss(0.0, MEASURED)) for _ in range(2))
-            yield PassTimes(point, draft_ms * next(noises), (whole_ms - draft_ms) * next(noises))
+            yield PassTimes(point, draft_ms * next(noises), (passes_ms - draft_ms) * next(noises))
 
     if policy.weighs_cost and at_once:
         policy.calibrate(*startup_fit(list(measured())))

@@ -24,6 +24,8 @@ from overlap_spec.tiers import Budget
 
 log = logging.getLogger(__name__)
 Vector = NDArray[np.float64]
+# What planning, uploads, acceptance and results take, until whole steps tell: measured are passes.
+HOST_MS, HOST_TREE_MS = 0.8, 0.15
 # A knee must make the fit's error this much smaller.
 KNEE_GAIN = 0.8
 FITTED = ("verify", "verify_node", "verify_context", "draft", "draft_branch", "draft_context")
@@ -77,6 +79,7 @@ class CostModel:
         draft, draft_branch, draft_context: A draft step; a token of it; a token of context.
         grammar_node: What is exposed of a row's mask.
         prefill, prefill_token: Prefill beside the trees; a token of it.
+        host, host_tree: What a step takes beside its passes; for each tree.
         most_nodes: The most rows that were measured; 0: nothing was.
         source: Where it comes from, in words.
         error: Median relative error of the fit, None where nothing was fitted.
@@ -95,6 +98,8 @@ class CostModel:
     grammar_node: float = 0.0
     prefill: float = 0.0
     prefill_token: float = 0.0
+    host: float = 0.0
+    host_tree: float = 0.0
     most_nodes: int = 0
     source: str = "assumed"
     error: float | None = None
@@ -120,6 +125,8 @@ class CostModel:
             + self.grammar_node * shape.grammar_nodes
             + self.prefill * (shape.chunk_tokens > 0)
             + self.prefill_token * shape.chunk_tokens
+            + self.host
+            + self.host_tree * shape.batch
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,6 +206,8 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
     known: dict[str, Any] = dict(zip(FITTED, [*best[:3].tolist(), *draft.tolist()], strict=True))
     model = CostModel(
         **known,
+        host=HOST_MS,
+        host_tree=HOST_TREE_MS,
         knee_nodes=knee,
         knee_node=float(best[3]) if knee else 0.0,
         most_nodes=max(v.nodes for v in verifies),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import exp, hypot, log
+from math import exp, log
 from statistics import median
 
 import numpy as np
@@ -28,8 +28,6 @@ SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
 # A tier's own deviation from the straight lines, as a share of the coefficients' at first, and at
 # most.
 OFFSET_SHARE, OFFSET_MOST = 0.3, 0.15
-# Milliseconds by which tiers differ in a step beside what their passes take by themselves.
-BESIDE_MS = 0.3
 # What is added to that by the logarithm of how far a step is beyond all that was measured.
 BEYOND_SPREAD = 0.1
 # An observation more deviations away than this tells mostly of the machine's load.
@@ -38,12 +36,13 @@ CREDIBLE = 2.5
 # be learnt.
 FLOOR = 1e-3
 # The coefficients: by what that is divided, and how vague each is at first beside the others, since
-# contexts, masks and prefill are not measured at the start.
+# contexts, masks, prefill and what is beside passes are not measured at the start.
 COEFFICIENTS = {
     "verify": (1, 0.0), "verify_node": (4, 0.0), "knee_node": (4, 0.0),
     "verify_context": (256, 0.7),
     "draft": (1, 0.0), "draft_branch": (4, 0.0), "draft_context": (256, 0.7),
     "grammar_node": (4, 1.5), "prefill": (1, 1.5), "prefill_token": (4, 1.5),
+    "host": (1, 1.0), "host_tree": (4, 1.0),
 }  # fmt: skip
 
 
@@ -157,7 +156,7 @@ class OnlineCost:
         batch, context, steps, branches, nodes, masks, chunk = shape
         beyond = max(0, nodes - self._knee) if self._knee else 0
         drafts = steps, steps * batch * branches, steps * context
-        return (1.0, nodes, beyond, context, *drafts, masks, float(chunk > 0), chunk)
+        return (1.0, nodes, beyond, context, *drafts, masks, float(chunk > 0), chunk, 1.0, batch)
 
     def _offset(self, shape: StepShape, budget: Budget) -> int:
         """Where a tier's own deviation stands; it is entered when it is first asked for."""
@@ -169,9 +168,8 @@ class OnlineCost:
             self._spread = np.pad(self._spread, (0, 1))
             most = self.start.most_nodes
             beyond = max(1.0, shape.nodes / most) if most else 1.0
-            beside = BESIDE_MS / max(self.start.step_ms(shape), BESIDE_MS)
-            spread = min(hypot(self._offset_spread, beside), OFFSET_MOST)
-            self._spread[-1, -1] = (spread + BEYOND_SPREAD * log(beyond)) ** 2
+            spread = self._offset_spread + BEYOND_SPREAD * log(beyond)
+            self._spread[-1, -1] = spread**2
             self._noise = np.pad(self._noise, (0, 1))
             self._noise[-1, -1] = OFFSET_DRIFT_SPREAD**2
         return found

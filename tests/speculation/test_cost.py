@@ -35,6 +35,7 @@ MODEL = CostModel(
     verify=10.0, verify_node=0.5, verify_context=0.01,
     draft=2.0, draft_branch=0.1, draft_context=0.001,
     knee_nodes=8, knee_node=1.0, grammar_node=0.25, prefill=3.0, prefill_token=0.2,
+    host=0.5, host_tree=0.1,
 )  # fmt: skip
 OFF, CHAIN, TREE = Budget(Tier(0, 1, 1)), Budget(Tier(3, 1, 4)), Budget(Tier(3, 4, 16))
 
@@ -45,8 +46,9 @@ def test_step_time_by_hand() -> None:
     assert (shape.nodes, shape.grammar_nodes) == (32, 16)
     verify = 10 + 0.5 * 32 + 1.0 * (32 - 8) + 0.01 * 200
     draft = 3 * (2.0 + 0.1 * 2 * 4 + 0.001 * 200)
-    assert MODEL.step_ms(shape) == pytest.approx(verify + draft + 0.25 * 16 + 3 + 0.2 * 10)
-    assert MODEL.step_ms(shape_of(OFF, 1, 0)) == pytest.approx(10.5)
+    beside = 0.25 * 16 + 3 + 0.2 * 10 + 0.5 + 0.1 * 2
+    assert MODEL.step_ms(shape) == pytest.approx(verify + draft + beside)
+    assert MODEL.step_ms(shape_of(OFF, 1, 0)) == pytest.approx(11.1)
     ragged = Budget(TREE.tier, 5, (16, 16))
     assert shape_of(ragged, 2, 0).nodes == 5
 
@@ -106,6 +108,28 @@ def test_a_busier_machine_changes_no_tier_over_another() -> None:
         3 * MODEL.step_ms(shape_of(OFF, 1, 100)), rel=0.15
     )
     assert ratio(cost, CHAIN, OFF) == pytest.approx(before, rel=0.1)
+
+
+def test_what_a_step_takes_beside_its_passes_is_learnt() -> None:
+    """Passes alone were measured. Twice as deep drafts take no twice as long where planning and
+    results take half of a step."""
+    passes = fit(
+        [VerifyTime(1, 0, 0.5), VerifyTime(6, 0, 1.0), VerifyTime(24, 0, 2.8)],
+        [DraftTime(1, 0, 5, 1, 0.5), DraftTime(4, 0, 5, 1, 0.8)],
+        "measured",
+    )
+    cost = OnlineCost(passes, 0.1)
+    some, deep = Budget(Tier(1, 1, 2)), Budget(Tier(5, 1, 6))
+
+    def true_ms(budget: Budget) -> float:
+        return passes.step_ms(shape_of(budget, 8, 800)) + 1.5
+
+    for _ in range(40):
+        for _ in range(5):
+            cost.observe(shape_of(some, 8, 800), some, true_ms(some))
+        cost.observe(shape_of(OFF, 1, 100), OFF, true_ms(OFF))
+    foretold = cost.step_ms(shape_of(deep, 8, 800), deep)
+    assert foretold == pytest.approx(true_ms(deep), rel=0.15)
 
 
 def test_what_was_measured_of_a_tier_is_where_it_starts() -> None:
