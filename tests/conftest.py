@@ -1,7 +1,5 @@
 """Fixtures that several files share."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing

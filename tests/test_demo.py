@@ -1,7 +1,5 @@
 """The demo's inputs come out right, and an answer that is not is called so."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The files for deployment: metrics that exist, flags that exist, a page that names each file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The guide's pages say only what runs, and the site has each page once."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

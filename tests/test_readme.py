@@ -1,8 +1,6 @@
 """The README says only what runs: every command of its table and every Python block, with the
 answers that stand beside them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

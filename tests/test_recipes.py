@@ -1,7 +1,5 @@
 """The page of recipes says only what runs: every block as it stands."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The page on the five documents names files and tests that there are, and its commands run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

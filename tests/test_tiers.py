@@ -1,7 +1,5 @@
 """What the runs of the tests leave out, and what they may skip."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The benchmarks' own rules: records, figures, and that their checks check."""
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The device that is a table: what it waits for follows from the table and the host's clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

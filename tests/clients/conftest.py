@@ -1,7 +1,5 @@
 """The server that all clients talk to."""
 
-from __future__ import annotations
-
 import pytest
 
 from overlap_spec.config import EMBEDDED

@@ -1,7 +1,5 @@
 """instructor, in every mode of an OpenAI or Anthropic client that needs no model by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DFlash's drafts: a block of masks over what its layers make of the target's features."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

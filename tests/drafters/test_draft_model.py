@@ -1,7 +1,5 @@
 """A draft model: drafts what it would say itself, on any context, in its own vocabulary."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

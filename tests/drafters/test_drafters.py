@@ -1,7 +1,5 @@
 """The registry of drafters, and drafters that fail or mean no good: no request notices."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Forced tokens in drafts: text stays plain decoding's, and drafts get longer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

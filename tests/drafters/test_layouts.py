@@ -3,8 +3,6 @@
 The target's features are those of `transformers`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

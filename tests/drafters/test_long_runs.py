@@ -1,7 +1,5 @@
 """Runs that are longer than a draft is deep: one verify, and the text of plain decoding."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

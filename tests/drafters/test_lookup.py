@@ -1,7 +1,5 @@
 """Drafts looked up in text, by n-grams and by suffixes: against plain searches, and no leaks."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Every drafter against plain decoding: shapes of drafts, grammars, sampling, overlap, company."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

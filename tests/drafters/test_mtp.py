@@ -3,8 +3,6 @@
 They are DeepSeek's, Qwen's and those of `MiMoForCausalLM`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

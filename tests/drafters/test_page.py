@@ -1,7 +1,5 @@
 """The page on drafters says what is there, and its example runs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """P-EAGLE's drafts: all depths in one pass, chains and trees of their marginals."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import product

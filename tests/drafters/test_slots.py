@@ -1,7 +1,5 @@
 """Drafts by where they go: spans of the prompt that are legal there, values that came before."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import partial

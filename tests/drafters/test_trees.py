@@ -1,7 +1,5 @@
 """Trees that a model drafts: what is in them, and how large they may be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

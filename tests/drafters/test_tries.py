@@ -1,7 +1,5 @@
 """Finite languages drafted whole: one verify an answer, and the text of plain decoding."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import tracemalloc

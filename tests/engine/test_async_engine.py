@@ -1,7 +1,5 @@
 """The asyncio face: the engine in a process of its own gives what the engine in this one gives."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

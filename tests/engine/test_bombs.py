@@ -1,7 +1,5 @@
 """The bombs that a server refuses do no more harm to an engine in Python."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Checkpoints are input: what is wrong in one ends in one line that names it, and soon."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whole choices weighed in one pass: as scoring each text by itself, and chosen by that."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The command line's flags: one definition of the engine's for every command."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

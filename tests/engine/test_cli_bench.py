@@ -1,7 +1,5 @@
 """``overlap-spec bench``: figures of any server with OpenAI's API, by the command alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the commands do, run as a user runs them."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import io

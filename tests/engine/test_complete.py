@@ -1,7 +1,5 @@
 """Outputs under a grammar come to their end within their tokens; thinking within its budget."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A format that nobody knows is told, wherever an output is."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

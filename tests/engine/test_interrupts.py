@@ -1,7 +1,5 @@
 """What comes from outside in the middle of a call: Ctrl-C, a fork, a stream that nobody reads."""
 
-from __future__ import annotations
-
 import gc
 import random
 import signal

@@ -1,7 +1,5 @@
 """What ends a text or keeps tokens out of it: the same with drafts and in pieces as without."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Log-probabilities of prompts: those of transformers, however the prompt is computed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The examples of grammars in other libraries."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """The training mixture: texts by grammar, questions about them, fillers, sums, tool turns."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

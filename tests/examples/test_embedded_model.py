@@ -1,7 +1,5 @@
 """How the embedded model is made: templates, cases, tokenizer, and small trainings that resume."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import cycle

@@ -1,7 +1,5 @@
 """Scenes to train on, and the sentences of open domains that are kept from training."""
 
-from __future__ import annotations
-
 import json
 import re
 from random import Random

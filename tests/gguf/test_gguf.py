@@ -1,8 +1,6 @@
 """GGUF files against the package's own dequantiser, the same weights from safetensors, and the
 tokenizers that they were made of."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Objects that name members have no others by default, unless their schema says of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cache

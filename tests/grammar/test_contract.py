@@ -1,7 +1,5 @@
 """Every backend file is held to the contract in `overlap_spec.grammar.contract`."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Items and keys that must differ do, and no text comes to a place from which they cannot."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

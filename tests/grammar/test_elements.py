@@ -1,7 +1,5 @@
 """Arguments written as elements: what is let through, and that xgrammar lets it through too."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, get_args
 

@@ -1,7 +1,5 @@
 """Runs behind the nodes of draft trees: forced bytes, and their canonical tokens."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Compiling in worker processes: limits, queues, cancellation and clean-up."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

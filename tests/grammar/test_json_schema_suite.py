@@ -1,7 +1,5 @@
 """References, unevaluated members and formats: cases of our own, and the JSON Schema Test Suite."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

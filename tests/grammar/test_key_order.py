@@ -1,7 +1,5 @@
 """Members in any order: exactly the valid instances, bounded, and asked for over every face."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

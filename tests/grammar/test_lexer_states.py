@@ -1,7 +1,5 @@
 """llguidance's lexer keeps each state that a text has led to: it is a cache, and is counted."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np

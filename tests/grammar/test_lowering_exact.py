@@ -1,7 +1,5 @@
 """Combined schemas allow exactly the instances that are valid by jsonschema."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Texts under a grammar come to their end within the tokens they have, whatever is chosen."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import cache

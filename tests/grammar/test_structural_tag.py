@@ -1,7 +1,5 @@
 """Structural tags: validation by path, texts byte by byte, and agreement with xgrammar."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Attention over paged keys, by torch and natively, against a loop over queries and keys."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator

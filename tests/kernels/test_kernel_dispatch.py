@@ -1,7 +1,5 @@
 """Which of an operation's two forms runs; and the definitions of what has no other test."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

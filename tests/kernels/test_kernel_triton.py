@@ -1,7 +1,5 @@
 """Every Triton kernel equals its reference: in the interpreter always, on a GPU where one is."""
 
-from __future__ import annotations
-
 import inspect
 from concurrent.futures import ProcessPoolExecutor
 

@@ -1,7 +1,5 @@
 """Tree building, rerank and acceptance against slow, obvious versions."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,8 +1,6 @@
 """All that ``worker/graphs.py`` records can be captured in CUDA graphs: the host reads no value,
 nothing is copied from or to it, no memory is pinned, nothing waits. And each of these is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path

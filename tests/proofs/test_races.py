@@ -1,8 +1,6 @@
 """No two streams touch the same bytes unordered, in any tier, mode and mix of requests; and each
 wait of the step that is left out is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """What a GPU records is finite, made before the first request, and of known size; its passes have
 few kernels. ``tests/mutants.py`` has a mutant of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

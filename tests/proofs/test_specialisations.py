@@ -1,7 +1,5 @@
 """Serving compiles nothing that the start did not: no step waits for Triton's compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

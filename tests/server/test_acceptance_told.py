@@ -1,7 +1,5 @@
 """What replies tell of drafts: OpenAI's names in the usage, vLLM's in the metrics."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

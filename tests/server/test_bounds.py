@@ -1,7 +1,5 @@
 """One client's large or odd request holds up nobody else: refused at once, or done elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Thinking, content and calls out of one text, wherever its pieces are cut; and the metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

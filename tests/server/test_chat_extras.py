@@ -1,7 +1,5 @@
 """What vLLM, SGLang and older clients send with a chat besides OpenAI's fields."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

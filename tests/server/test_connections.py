@@ -1,8 +1,6 @@
 """Connections cost a bounded time and number, whatever their clients do or leave out; what they say
 is read in one way or refused, and probes are always answered."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Wrong requests: 400 in OpenAI's form that names the field, and a server that goes on."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The server against what its own OpenAPI document allows and forbids: never a 5xx."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

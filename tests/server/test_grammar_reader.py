@@ -1,7 +1,5 @@
 """The processes that read long grammars: what befalls them is told as it is."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Who may do what: keys from files, one's own requests, administration, secrets."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

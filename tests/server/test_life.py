@@ -1,7 +1,5 @@
 """A server's life: limits, clients that leave, a killed engine, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

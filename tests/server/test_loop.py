@@ -1,7 +1,5 @@
 """Nothing that a client sends holds the event loop, and what does would be seen."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """``/v1/messages`` in Anthropic's shape, and its equality with chats."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The server through OpenAI's client, and in SGLang's shape."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

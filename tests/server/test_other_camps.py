@@ -1,7 +1,5 @@
 """Requests as clients of vLLM and SGLang send them: taken, held, or let go with a warning."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """The playground in a real browser, against a real server."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The playground's drafts as trees, its replay, and its view of all streams."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

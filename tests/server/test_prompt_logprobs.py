@@ -1,7 +1,5 @@
 """Log-probabilities of prompts over HTTP: OpenAI's ``echo`` with ``logprobs``, vLLM's field."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``docs/http.md`` has the routes and fields that there are."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

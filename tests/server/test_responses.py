@@ -1,7 +1,5 @@
 """``/v1/responses``, as OpenAI's client sends and reads it, and its equality with chats."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Routes about the server, other origins, and TLS."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """A server that is short of memory, or of room on its disk, says so, and goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """A client that asks for much waits for itself: others' requests and grammars have their turns."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import wait

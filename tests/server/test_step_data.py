@@ -1,7 +1,5 @@
 """The drafts of each step in a stream, and where requests stand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

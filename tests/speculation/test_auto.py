@@ -1,7 +1,5 @@
 """``auto`` on simulated machines: nearly as good as the best static tier."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The published length policy: hand-computed traces, presets, config files, snapshots."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random requests through engines whose streams have random delays, held to a serial oracle."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Compilers in processes of their own: limits that are soon reached, and their processes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 It is written out in plain torch, from the names in their files.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

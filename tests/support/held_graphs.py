@@ -1,7 +1,5 @@
 """Recordings with a CUDA graph's manners, on the CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Norms, rotation, activation, the paged cache and attention over it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -3,8 +3,6 @@
 The head's own arithmetic is written out here, from the names in its file.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What law 8 is shown on: greedy requests, half of them under schemas."""
 
-from __future__ import annotations
-
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.load.asks import OWN_SCHEMAS, mixed_asks, read_samples
 from overlap_spec.types import SamplingParams

@@ -1,7 +1,5 @@
 """Small random checkpoints of each architecture, and the smallest owner of their keys."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A decoder layer's arithmetic written out in plain torch, from the names in a published file."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -4,8 +4,6 @@ Each layout draws whole numbers, zeros and scales, writes them as the layout's o
 bit, and says in one line of plain torch what weight they stand for.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines of several ranks: their processes, and their text beside that of one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Skips that hide nothing, and those that do."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

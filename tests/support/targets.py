@@ -1,7 +1,5 @@
 """What targets are asked that keep something else than keys and values of each token."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The page on training says only what runs; with less data and fewer steps."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Training of heads that draft in one pass: masks as at inference, anchors, and what is learnt."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

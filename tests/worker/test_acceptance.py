@@ -1,7 +1,5 @@
 """Thresholds and relaxed acceptance: what they emit, and how it is told."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every architecture: greedy text of random small weights in the engine is `transformers`'s."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How many threads a pass gets: by the weights it reads, the cores, and what the user has set."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

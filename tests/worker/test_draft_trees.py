@@ -1,7 +1,5 @@
 """What became of a step's drafts, for whoever asks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

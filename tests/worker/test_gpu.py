@@ -1,7 +1,5 @@
 """The engine on a GPU: chaos on CUDA streams, the CPU's text, few replays, and no waits."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers that keep a state in the place of keys: Qwen3-Next and Qwen3.5 against `transformers`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

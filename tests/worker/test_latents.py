@@ -1,7 +1,5 @@
 """Attention over latents in the engine: DeepSeek's layouts against `transformers`, and drafts."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

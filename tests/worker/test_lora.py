@@ -1,7 +1,5 @@
 """LoRA adapters: several in one batch, each as `transformers` has the model with it merged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Law 8 on the embedded model: speculation changes no token, with and without grammar."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What an engine takes, and what a closed one leaves behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """How tokens came, and requests that go without speculation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The overlap scheduler under chaos: outputs equal the serial oracle's, and the laws hold."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An optional part of one's own is asked for by its place, and tells what it found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Engines of several ranks: the same text as of one, and their end when a rank is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

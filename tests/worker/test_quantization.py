@@ -1,7 +1,5 @@
 """Int8 weights: close to the plain ones, and a token's result is the same beside any others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

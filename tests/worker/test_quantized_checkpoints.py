@@ -1,7 +1,5 @@
 """Quantised checkpoints in their published names and shapes, against weights in plain torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

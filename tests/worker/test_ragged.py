@@ -1,7 +1,5 @@
 """Ragged verify: of a batch's drafted nodes only the best are verified, and no text changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Recorded passes: what is replayed is what was recorded, for every tier and size of batch."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from dataclasses import replace

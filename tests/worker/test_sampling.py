@@ -1,7 +1,5 @@
 """The choice of tokens: filters, noise, penalties, and losslessness on trees."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

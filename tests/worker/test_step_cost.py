@@ -1,7 +1,5 @@
 """What a step makes anew. What it does, ``bench.counts`` counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Drafts that are stopped within a step: no text changes, and no more is verified than drafted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, product

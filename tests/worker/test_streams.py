@@ -1,7 +1,5 @@
 """The contract of streams and events, on every kind that this machine has."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

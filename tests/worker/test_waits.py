@@ -1,7 +1,5 @@
 """A wait for a core is no cost of the grammar's."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
