@@ -25,10 +25,7 @@ from bench.common import (
 from bench.measure import measure
 from bench.overlap import MODES, summary
 from bench.turns import Turns
-from bench.workloads import (
-    OWN_SCHEMAS,
-    Ask,
-)
+from bench.workloads import OWN_SCHEMAS, Ask
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.online_cost import OnlineCost

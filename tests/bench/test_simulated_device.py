@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 
 from bench import simulated_device
-from bench.device_model import (
-    COPY_US,
-    LAUNCH_US,
-    Device,
-    HostClock,
-    Oracle,
-    TableStreams,
-)
+from bench.device_model import COPY_US, LAUNCH_US, Device, HostClock, Oracle, TableStreams
 from bench.simulated_device import simulated, summary
 from bench.workloads import Ask
 from overlap_spec.grammar.matching.pool import FillItem, MatcherPool

@@ -87,10 +87,6 @@ def test_objects_from_anthropics_client(server: Server, name: str) -> None:
     plain = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     client = instructor.from_anthropic(plain, mode=mode_of(name))
     got = client.messages.create(
-        model=MODEL,
-        messages=ASKED,
-        response_model=Pair,
-        max_retries=0,
-        max_tokens=MOST_TOKENS,
+        model=MODEL, messages=ASKED, response_model=Pair, max_retries=0, max_tokens=MOST_TOKENS
     )
     assert isinstance(got, Pair)

@@ -32,11 +32,7 @@ def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, 
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.no_grad()
 def test_a_block_is_one_pass_over_the_targets_features(
-    tiny: dict[str, Any],
-    reference: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tiny: dict[str, Any], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """At every root, behind a prompt in chunks or in pages that another request left, behind
     tokens that were refused and several that were accepted at once: plain torch."""

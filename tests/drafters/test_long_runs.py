@@ -57,10 +57,7 @@ def plain(still: dict[str, Any]) -> list[Output]:
 
 
 @pytest.mark.parametrize("shape", few(SHAPES, "chain"))
-@pytest.mark.parametrize(
-    "algorithm",
-    few(("eagle3", "ngram", "draft_model", "grammar"), "eagle3"),
-)
+@pytest.mark.parametrize("algorithm", few(("eagle3", "ngram", "draft_model", "grammar"), "eagle3"))
 def test_a_run_beyond_the_depth_is_one_verify(
     still: dict[str, Any], plain: list[Output], algorithm: str, shape: str
 ) -> None:

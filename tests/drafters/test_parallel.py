@@ -30,11 +30,7 @@ def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_all_depths_are_one_causal_pass_over_masks(
-    tiny: dict[str, Any],
-    reference: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tiny: dict[str, Any], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """At the first root and at later ones, behind a prompt in chunks: plain torch over the whole
     text with masks behind it."""

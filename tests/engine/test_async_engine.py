@@ -12,12 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams
-from overlap_spec.errors import (
-    EngineUnavailable,
-    GrammarError,
-    InvalidRequest,
-    QueueFull,
-)
+from overlap_spec.errors import EngineUnavailable, GrammarError, InvalidRequest, QueueFull
 from overlap_spec.ipc import messages
 from overlap_spec.ipc.client import EngineClient
 from overlap_spec.types import Request, Verdict

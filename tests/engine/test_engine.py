@@ -18,12 +18,7 @@ from pydantic import BaseModel, model_validator
 from overlap_spec import Engine, Generator, Grammar, SamplingParams
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine.profile import profile
-from overlap_spec.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineUnavailable,
-    InvalidRequest,
-)
+from overlap_spec.errors import CheckpointError, ConfigError, EngineUnavailable, InvalidRequest
 from overlap_spec.speculation.presets import POLICY_NAMES
 from overlap_spec.types import Output
 from tests.support import checkpoints

@@ -23,11 +23,7 @@ GRAMMARS = {
         {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
     ),
     "closed": Grammar.json_schema(
-        {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}},
-            "additionalProperties": False,
-        }
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
     ),
     "choice": Grammar.choice(["a", "ab", "cab"]),
 }

@@ -22,13 +22,7 @@ from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from tests.support import faulty_backend
 from tests.support.compile_workers import LIMITS, children, is_running, job, pids, until
-from tests.support.faulty_backend import (
-    VOCABULARY,
-    FaultyBackend,
-    Homebound,
-    Text,
-    limit_growth,
-)
+from tests.support.faulty_backend import VOCABULARY, FaultyBackend, Homebound, Text, limit_growth
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 

@@ -14,15 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from decimal import Decimal
 from functools import cache
-from typing import (
-    Annotated,
-    Any,
-    Generic,
-    Literal,
-    NamedTuple,
-    NewType,
-    TypeVar,
-)
+from typing import Annotated, Any, Generic, Literal, NamedTuple, NewType, TypeVar
 
 import pytest
 from pydantic import (

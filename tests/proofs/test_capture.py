@@ -123,15 +123,9 @@ def captured(
     return capture, count, launches, fault
 
 
-@pytest.mark.parametrize(
-    "name",
-    few(DRAFTERS, "eagle3, tree", "eagle3, tries"),
-)
+@pytest.mark.parametrize("name", few(DRAFTERS, "eagle3, tree", "eagle3, tries"))
 def test_every_recorded_pass_can_be_captured(
-    tiny: dict[str, Any],
-    folders: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tiny: dict[str, Any], folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     kind, settings = DRAFTERS[name]
     settings = {**settings, "algorithm": kind.split()[0]}

@@ -28,14 +28,7 @@ from overlap_spec.worker.worker import Worker
 from tests.support import chaos, checkpoints
 from tests.support.held_graphs import all_columns, held_graphs
 from tests.support.models import HYBRID
-from tests.support.race import (
-    PLAIN_NUMPY,
-    PLAIN_TOLIST,
-    ClockEvent,
-    ClockStreams,
-    Watch,
-    World,
-)
+from tests.support.race import PLAIN_NUMPY, PLAIN_TOLIST, ClockEvent, ClockStreams, Watch, World
 from tests.support.tiers import few
 
 

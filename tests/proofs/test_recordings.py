@@ -27,12 +27,7 @@ from overlap_spec.worker.cuda_graphs import CudaGraphs
 from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.examples import padding
-from overlap_spec.worker.graphs import (
-    graph_size,
-    packed_size,
-    packed_sizes,
-    padded_size,
-)
+from overlap_spec.worker.graphs import graph_size, packed_size, packed_sizes, padded_size
 from overlap_spec.worker.in_flight import Buffers
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.worker import Worker

@@ -50,9 +50,7 @@ def test_the_models_list_has_the_adapters(served: tuple[Server, dict[str, Any]])
 
 
 @torch.no_grad()
-def test_a_request_has_the_adapter_that_is_its_model(
-    served: tuple[Server, dict[str, Any]],
-) -> None:
+def test_a_request_has_the_adapter_that_is_its_model(served: tuple[Server, dict[str, Any]]) -> None:
     """On each route; the reply names it."""
     server, models = served
     asked = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}

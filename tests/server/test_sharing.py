@@ -15,10 +15,7 @@ CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 ANNA, BERT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert"))
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
-pytestmark = [
-    pytest.mark.ci,
-    needs_weights,
-]
+pytestmark = [pytest.mark.ci, needs_weights]
 
 
 @pytest.fixture(scope="module")

@@ -26,11 +26,7 @@ PROMPT = "Anna Weber, a 29-year-old nurse from Graz, works for Alpine Care."
 
 def told(server: Server, path: str, **options: bool) -> tuple[str, list[dict[str, Any]]]:
     """The output of a stream with these options, and its ``overlap_spec`` fields."""
-    body: dict[str, Any] = {
-        "stream_options": options,
-        "temperature": 0,
-        "max_tokens": 60,
-    }
+    body: dict[str, Any] = {"stream_options": options, "temperature": 0, "max_tokens": 60}
     body |= {"structured_outputs": {"json": SCHEMA}}
     chat = "chat" in path
     body |= {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}

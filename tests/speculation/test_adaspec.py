@@ -15,12 +15,7 @@ from overlap_spec.speculation.acceptance import (
     run_variance,
     slopes,
 )
-from overlap_spec.speculation.adaspec import (
-    AdaSpecPolicy,
-    Confidences,
-    goodput,
-    predicted_steps,
-)
+from overlap_spec.speculation.adaspec import AdaSpecPolicy, Confidences, goodput, predicted_steps
 from overlap_spec.speculation.cost import CostModel
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (

@@ -203,11 +203,7 @@ def test_slots_are_lower_bounds_and_independent() -> None:
 
 # Slot: candidate steps, and what is not SGLang's default of a slot.
 PUBLISHED: dict[str, dict[int, tuple[tuple[int, ...], dict[str, float]]]] = {
-    "default": {
-        1: ((1, 3, 7), {}),
-        8: ((1, 3), {"down_hysteresis": 0.0}),
-        32: ((1,), {}),
-    },
+    "default": {1: ((1, 3, 7), {}), 8: ((1, 3), {"down_hysteresis": 0.0}), 32: ((1,), {})},
     "aggressive": {
         1: ((1, 3, 7), {}),
         8: ((1, 3, 7), {"ceiling_coeff": 3.0}),

@@ -161,9 +161,7 @@ LAYOUTS: dict[str, Layout] = {
         "eagle3", EAGLE3, layer="layers.0", layers=3, later_norm="hidden_norm"
     ),
     "EAGLE-3, two features": Layout(
-        "eagle3",
-        {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 2]},
-        features=(1, 3),
+        "eagle3", {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 2]}, features=(1, 3)
     ),
     "EAGLE-3, eagle_config": Layout(
         "eagle3",
@@ -178,10 +176,7 @@ LAYOUTS: dict[str, Layout] = {
         "eagle3", EAGLE3, maps=(), vocabulary=VOCABULARY, own_head=False
     ),
     "EAGLE-3 of Llama 4": Layout(
-        "eagle3",
-        EAGLE3,
-        inner=72,
-        shape={"model_type": "llama4_text", "intermediate_size_mlp": 72},
+        "eagle3", EAGLE3, inner=72, shape={"model_type": "llama4_text", "intermediate_size_mlp": 72}
     ),
     "P-EAGLE, ptd_token_id": Layout(
         "parallel",

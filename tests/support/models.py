@@ -213,10 +213,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", {"head_dim": 12, "pad_token_id": 0}),
     "glm4": ("Glm4", {"head_dim": 12, "pad_token_id": 0}),
     "stablelm": ("StableLm", {"use_qkv_bias": True}),
-    "stablelm-12b": (
-        "StableLm",
-        {"qk_layernorm": True, "use_parallel_residual": True},
-    ),
+    "stablelm-12b": ("StableLm", {"qk_layernorm": True, "use_parallel_residual": True}),
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "cohere-plus": ("Cohere", {"use_qk_norm": True, "tie_word_embeddings": False}),
     "cohere2": (

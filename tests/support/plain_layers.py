@@ -26,12 +26,7 @@ def linear(weights: Tensors, name: str, x: Tensor) -> Tensor:
 
 
 def attention(
-    weights: Tensors,
-    layer: str,
-    x: Tensor,
-    positions: Tensor,
-    dim: int,
-    window: int | None = None,
+    weights: Tensors, layer: str, x: Tensor, positions: Tensor, dim: int, window: int | None = None
 ) -> Tensor:
     """Causal attention over one sequence, biased and normed where the file has weights for it."""
     name = f"{layer}.self_attn"

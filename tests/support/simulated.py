@@ -16,13 +16,7 @@ import numpy as np
 from bench.six_machines import FORMULAS
 from bench.traces import rates_of
 from overlap_spec.speculation.acceptance import expected
-from overlap_spec.speculation.cost import (
-    CostModel,
-    DraftTime,
-    VerifyTime,
-    fit,
-    shape_of,
-)
+from overlap_spec.speculation.cost import CostModel, DraftTime, VerifyTime, fit, shape_of
 from overlap_spec.speculation.policy import (
     LengthPolicy,
     RequestOutcome,

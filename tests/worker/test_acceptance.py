@@ -80,10 +80,7 @@ def packed(allowed: Tensor) -> Tensor:
 
 
 def emitted(
-    rule: AcceptanceRule,
-    tables: RowTables,
-    features: SamplingFeatures,
-    tree: Tree,
+    rule: AcceptanceRule, tables: RowTables, features: SamplingFeatures, tree: Tree
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Emitted tokens ``(COUNT, 3)``, accepted lengths, and the target's true distributions."""
     nodes = tree.tokens.shape[1]

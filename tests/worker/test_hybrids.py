@@ -201,9 +201,7 @@ def test_the_text_model_beside_a_vision_tower(case: str, name: str, tmp_path: Pa
 
 
 @torch.no_grad()
-def test_the_next_token_module_is_the_last_layer_between_its_parts(
-    drafted: dict[str, str],
-) -> None:
+def test_the_next_token_module_is_the_last_layer_between_its_parts(drafted: dict[str, str]) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = Path(drafted["target"])

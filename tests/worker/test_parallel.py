@@ -21,12 +21,7 @@ from overlap_spec import Engine, Grammar, SamplingParams
 from overlap_spec.async_engine import AsyncEngine
 from overlap_spec.errors import ConfigError, EngineUnavailable
 from overlap_spec.parallel import group
-from overlap_spec.worker.messages import (
-    decode_calls,
-    decode_spans,
-    encode_calls,
-    encode_spans,
-)
+from overlap_spec.worker.messages import decode_calls, decode_spans, encode_calls, encode_spans
 from tests.support import chaos, dflash
 from tests.support.chaos import build, settings_of
 from tests.support.ranks import ended, equal, mixed, pids

@@ -129,10 +129,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "packed bits": (packed(3, "group", 32), "num_bits must be one of 4, 8: 3"),
     "group": (packed(4, "group", None), "group_size must be a whole number above 0: None"),
     "groups differ": (
-        {
-            **W4,
-            "config_groups": {**W4["config_groups"], "group_1": {"weights": {"num_bits": 8}}},
-        },
+        {**W4, "config_groups": {**W4["config_groups"], "group_1": {"weights": {"num_bits": 8}}}},
         "all groups must have the same weights",
     ),
 }
@@ -154,12 +151,7 @@ def test_what_is_not_read_names_its_field(name: str, tmp_path: Path) -> None:
         ("AWQ", "scales", lambda x: x[:, :-8], "q_proj.weight: these are no awq weights"),
         ("AWQ", "qzeros", None, "q_proj.weight: these are no awq weights .*'qzeros'"),
         ("GPTQ int4", "g_idx", lambda x: x + 9, "q_proj.weight: these are no gptq weights"),
-        (
-            "FP8, blocks of 128",
-            "weight_scale_inv",
-            None,
-            "q_proj.weight has type torch.float8",
-        ),
+        ("FP8, blocks of 128", "weight_scale_inv", None, "q_proj.weight has type torch.float8"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(

@@ -18,13 +18,7 @@ from overlap_spec.worker.streams import (
 )
 from tests.support.streams import ChaosStream, ThreadStreams
 
-KINDS = [
-    "inline",
-    "threads",
-    "cpu",
-    "chaos",
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+KINDS = ["inline", "threads", "cpu", "chaos", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=KINDS)
