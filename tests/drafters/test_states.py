@@ -159,23 +159,15 @@ def test_what_lies_behind_the_limit_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 def test_only_how_deep_a_circle_goes_is_forgotten() -> None:
     tree = Grammar.json_schema(
         {
-            "$defs": {
-                "node": {
-                    "type": "object",
-                    "properties": {
-                        "n": {"type": "null"},
-                        "below": {"type": "array", "items": {"$ref": "#/$defs/node"}},
-                    },
-                    "required": ["n", "below"],
-                    "additionalProperties": False,
-                }
-            },
+            "$defs": {"node": {"type": "object", "properties": {"n": {"type": "null"},
+                "below": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+                "required": ["n", "below"], "additionalProperties": False}},
             "type": "object",
             "properties": {"a": {"$ref": "#/$defs/node"}, "b": {"type": "null"}},
             "required": ["a", "b"],
             "additionalProperties": False,
         }
-    )
+    )  # fmt: skip
     table = byte_states(tree, VOCABULARY)
     assert not (after_bytes(table) == LOST).any()
     standing = follower(table)

@@ -135,28 +135,19 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"structured_outputs": {"choice": ["pending", "shipped", "delivered", "cancelled"]}},
         "shipped",
     ),
-    "Any object: JSON": (
-        "Extract name, age and city: Anna is 30 and lives in Rome.",
-        {"response_format": {"type": "json_object"}},
-        '"name":"Anna"',
-    ),
+    "Any object: JSON": ("Extract name, age and city: Anna is 30 and lives in Rome.",
+        {"response_format": {"type": "json_object"}}, '"name":"Anna"'),
     "A date: regex": (
         "The Robotics Fair takes place on 2025-03-14 at 18:30 in Oslo. Give only the date.",
         {"regex": r"20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"},
         "2025-03-14",
     ),
-    "Yes or no: grammar": (
-        "The flight is delayed. Is the flight delayed?",
-        {"ebnf": 'root ::= "yes" | "no"'},
-        "yes",
-    ),
-    "The weather: tools": (
-        "What is the weather in Vienna in celsius?",
-        {"tools": TOOLS[:1]},
-        '"city":"Vienna","unit":"celsius"',
-    ),
+    "Yes or no: grammar": ("The flight is delayed. Is the flight delayed?",
+        {"ebnf": 'root ::= "yes" | "no"'}, "yes"),
+    "The weather: tools": ("What is the weather in Vienna in celsius?", {"tools": TOOLS[:1]},
+        '"city":"Vienna","unit":"celsius"'),
     "A greeting: free text": ("Good morning", {}, "Good morning! What should I extract?"),
-}
+}  # fmt: skip
 
 
 @needs_weights

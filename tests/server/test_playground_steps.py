@@ -41,19 +41,10 @@ def told(step: int, tokens: str, *nodes: dict[str, Any], left_out: int = 0) -> d
 STEPS = [
     told(11, "na:bonus"),
     told(12, "me:drafted,an :bonus", node("me", -1, "accepted"), node("b", 0, "rejected")),
-    told(
-        13,
-        "na:drafted, or:grafted,x:forced,:bonus",
-        node("na", -1, "accepted"),
-        node("no", -1, "rejected"),
-        node("<b>", -1, "masked"),
-        node(" or", 0, "accepted"),
-        node("y", 1, "rejected"),
-        node("z", 3, "late"),
-        node("&", 2, "masked"),
-        left_out=5,
-    ),
-]
+    told(13, "na:drafted, or:grafted,x:forced,:bonus", node("na", -1, "accepted"),
+        node("no", -1, "rejected"), node("<b>", -1, "masked"), node(" or", 0, "accepted"),
+        node("y", 1, "rejected"), node("z", 3, "late"), node("&", 2, "masked"), left_out=5),
+]  # fmt: skip
 TIMES = spans(
     (11, "prefill", "prefill", 0, 2),
     (12, "compute", "draft", 2, 4),
