@@ -8,9 +8,8 @@ import httpx
 import pytest
 import torch
 
-from tests.support.checkpoints import write_tokenizer
 from tests.support.lora import write_adapter
-from tests.support.models import CASES, greedy, reference
+from tests.support.models import greedy, of_bytes
 from tests.support.serving import FIXED, Server
 
 PROMPT = list(range(40, 70))
@@ -21,13 +20,7 @@ TOKENS = 10
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, Any]]]:
     """A server with two adapters, and what each makes of its model."""
     folder = tmp_path_factory.mktemp("served")
-    family, extra = CASES["llama"]
-    CASES["llama served"] = family, {**extra, "vocab_size": 260}
-    try:
-        model = reference("llama served", folder / "base")
-    finally:
-        del CASES["llama served"]
-    write_tokenizer(folder / "base")
+    model = of_bytes("llama", folder / "base")
     models = {"base": model}
     for name in ("first", "second"):
         models[name] = write_adapter(folder / name, model, "q_proj|v_proj|down_proj", alpha=24.0)

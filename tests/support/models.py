@@ -10,6 +10,7 @@ from overlap_spec.kernels import KeySpan, tree_attention
 from overlap_spec.models.decoder import Decoder, Heads, Latents
 from overlap_spec.models.delta import Flow
 from overlap_spec.worker.state_pool import ChunkStates, StatePool, TreeStates
+from tests.support.checkpoints import write_tokenizer
 
 SMALL = {
     "vocab_size": 131,
@@ -191,11 +192,14 @@ def architecture(family: str) -> str:
     return CLASSES.get(family, f"{family}ForCausalLM")
 
 
-def reference(case: str, path: Path, shard: str = "5GB") -> Any:
+def reference(case: str, path: Path, shard: str = "5GB", **fields: Any) -> Any:
+    """A random model of `transformers` as a case has it but for ``fields``; its file is in
+    ``path``."""
     import transformers
 
     family, extra = CASES[case]
-    config = getattr(transformers, f"{CONFIGS.get(family, family)}Config")(**{**SMALL, **extra})
+    config = getattr(transformers, f"{CONFIGS.get(family, family)}Config")
+    config = config(**{**SMALL, **extra, **fields})
     config._attn_implementation = "eager"
     torch.manual_seed(3)
     model = getattr(transformers, architecture(family))(config).eval()
@@ -206,6 +210,13 @@ def reference(case: str, path: Path, shard: str = "5GB") -> Any:
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_().mul_(0.05)
     model.save_pretrained(path, max_shard_size=shard)
+    return model
+
+
+def of_bytes(case: str, folder: Path, **fields: Any) -> Any:
+    """As :func:`reference`, with a vocabulary of bytes and its tokenizer."""
+    model = reference(case, folder, vocab_size=260, **fields)
+    write_tokenizer(folder)
     return model
 
 

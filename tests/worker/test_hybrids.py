@@ -19,7 +19,7 @@ from tests.support import checkpoints
 from tests.support.drafters import Knows
 from tests.support.layouts import LAYOUTS
 from tests.support.layouts import write as write_head
-from tests.support.models import DELTA, HYBRID, Cache, greedy, reference
+from tests.support.models import DELTA, HYBRID, Cache, greedy, of_bytes, reference
 from tests.support.mtp import run_module
 from tests.support.targets import (
     COMMON,
@@ -28,7 +28,6 @@ from tests.support.targets import (
     ask,
     generate,
     hold_drafts,
-    of_bytes,
     texts,
 )
 from tests.support.tiers import few

@@ -17,7 +17,7 @@ from overlap_spec.types import Output
 from tests.support import checkpoints, dflash
 from tests.support.layouts import LAYOUTS
 from tests.support.layouts import write as write_head
-from tests.support.models import LATENT, V3, greedy, reference
+from tests.support.models import LATENT, V3, greedy, of_bytes, reference
 from tests.support.mtp import run_module
 from tests.support.quantised import FP8
 from tests.support.targets import (
@@ -27,7 +27,6 @@ from tests.support.targets import (
     ask,
     generate,
     hold_drafts,
-    of_bytes,
     texts,
 )
 from tests.support.tiers import few

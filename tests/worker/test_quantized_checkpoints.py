@@ -79,7 +79,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     """GPT-OSS as published: 4-bit floats in blocks of 32, whose scales are powers of 2."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     sizes = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 131}
-    model = reference_oss(tmp_path, sizes)
+    model = reference("gpt-oss", tmp_path, num_attention_heads=4, **sizes)
     state, plain = load_file(tmp_path / "model.safetensors"), {}
     torch.manual_seed(0)
     for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj")) and "experts" in n]:
@@ -99,17 +99,6 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     for name, tensor in plain.items():
         assert torch.equal(got[name], tensor), name
     assert parameter_count(tmp_path) == sum(tensor.numel() for tensor in got.values())
-
-
-def reference_oss(folder: Path, sizes: dict[str, Any]) -> Any:
-    from tests.support.models import CASES
-
-    family, extra = CASES["gpt-oss"]
-    CASES["gpt-oss in mxfp4"] = family, {**extra, **sizes, "num_attention_heads": 4}
-    try:
-        return reference("gpt-oss in mxfp4", folder)
-    finally:
-        del CASES["gpt-oss in mxfp4"]
 
 
 W4 = packed(4, "group", 32)
