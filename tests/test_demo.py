@@ -40,6 +40,7 @@ def test_the_first_input_of_each_kind_is_answered_right(demo: ModuleType) -> Non
             assert right[0] == inputs[0]["prompt"], f"{kind}: right are {right}"
 
 
+@pytest.mark.ci
 def test_the_demo_tells_valid_and_right_apart(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

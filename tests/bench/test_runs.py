@@ -126,7 +126,7 @@ def test_a_record_holds_finite_numbers_only() -> None:
 
 def test_measuring_one_workload(tiny: dict[str, str]) -> None:
     asks = [Ask("hello", None, 6), Ask("world", Grammar.json_object(), 9)]
-    with Engine(overlap="none", adaptive="static", device="cpu", **tiny) as engine:
+    with Engine(overlap="none", device="cpu", **tiny) as engine:
         outputs, first = measure(engine, asks)
         again = measure(engine, asks).raw
     assert all(o.stats.output_tokens <= a.max_tokens for o, a in zip(outputs, asks, strict=True))

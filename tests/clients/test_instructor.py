@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.clients.questions import ASKED, MODEL, MOST_TOKENS, Pair
 from tests.support.serving import Server
+from tests.support.tiers import few
 
 instructor = pytest.importorskip("instructor", reason="instructor is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
@@ -22,7 +23,7 @@ def mode_of(name: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", few(MODES, "TOOLS"))
 def test_objects_in_every_mode(server: Server, name: str) -> None:
     mode = mode_of(name)
     plain = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

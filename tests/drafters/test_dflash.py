@@ -25,7 +25,7 @@ TREE = {"eagle_topk": 3, "num_draft_tokens": 10}
 
 
 def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, Any]:
-    ours = {"algorithm": "dflash", "draft": str(folder), "adaptive": "static"}
+    ours = {"algorithm": "dflash", "draft": str(folder)}
     return {**tiny, **ours, "num_steps": STEPS, **others}
 
 

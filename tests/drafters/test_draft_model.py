@@ -48,7 +48,7 @@ def plain(tiny: dict[str, Any]) -> list[Output]:
 
 
 def ask(tiny: dict[str, Any], **settings: Any) -> tuple[list[Output], dict[str, Any]]:
-    with Engine(**{**tiny, "context_length": 256, "adaptive": "static", **settings}) as engine:
+    with Engine(**{**tiny, "context_length": 256, **settings}) as engine:
         outputs = engine.generate(PROMPTS, GRAMMARS, ASKED)
         return outputs, engine.snapshot()["drafter"]
 
@@ -82,7 +82,7 @@ def test_the_targets_own_copy_is_always_right(
 
 
 def test_reused_pages_draft_as_well_as_computed_ones(tiny: dict[str, Any]) -> None:
-    settings = {"algorithm": "draft_model", "draft": tiny["model"], "adaptive": "static", **CHAIN}
+    settings = {"algorithm": "draft_model", "draft": tiny["model"], **CHAIN}
     with Engine(**{**tiny, **settings}) as engine:
         first = engine.generate("p" * 90, None, ASKED)
         second = engine.generate("p" * 90, None, ASKED)

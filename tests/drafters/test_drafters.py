@@ -31,7 +31,7 @@ BROKEN = ("TooLarge", "Negative", "Twins", "Circles", "NoNumbers", "Orphans")
 
 
 def ask(tiny: dict[str, Any], **settings: Any) -> tuple[list[Output], dict[str, Any]]:
-    settings = {"context_length": 256, "adaptive": "static", **settings}
+    settings = {"context_length": 256, **settings}
     with Engine(**{**tiny, **settings}) as engine:
         return engine.generate(PROMPTS, GRAMMARS, SAMPLING), engine.snapshot()["drafter"]
 
@@ -124,7 +124,7 @@ def test_a_fault_costs_no_request(
 
 def test_a_recording_that_froze_a_value_is_named(tiny: dict[str, Any]) -> None:
     """It runs unrecorded once its pause is over."""
-    with Engine(**tiny, algorithm=OWN + "Frozen", adaptive="static") as engine:
+    with Engine(**tiny, algorithm=OWN + "Frozen") as engine:
         first = engine.generate("abcabc", None, {"max_tokens": 80})
         state = engine.snapshot()["drafter"]
         assert "Frozen" in state["last_error"]

@@ -29,7 +29,7 @@ def test_grafts_shorten_the_way_to_the_same_text(
     tiny: dict[str, Any], plain: list[Output], algorithm: str, shape: str
 ) -> None:
     """The random head of this target guesses nothing: what is accepted is what was forced."""
-    settings = {**tiny, "algorithm": algorithm, **SHAPES[shape], "adaptive": "static"}
+    settings = {**tiny, "algorithm": algorithm, **SHAPES[shape]}
     found = {}
     for overlap in ("none", "double-sync", "once-sync"):
         with Engine(**settings, overlap=overlap, context_length=256) as engine:
@@ -72,7 +72,7 @@ def test_a_key_that_comes_again_is_cut_as_before() -> None:
 def test_a_matcher_that_fails_at_it_ends_its_own_request(
     tiny: dict[str, Any], plain: list[Output]
 ) -> None:
-    with Engine(**tiny, adaptive="static", context_length=256) as engine:
+    with Engine(**tiny, context_length=256) as engine:
         handles = [engine.submit(p, PERSON, SAMPLING) for p in PROMPTS]
         matcher = engine.core.grammar.matchers[handles[1].request.id]
 

@@ -299,7 +299,7 @@ def test_in_an_engine(tiny: dict[str, Any], name: str, public: bool) -> None:
     prompts = ["abcabcabcabc", "xyz xyz xyz", "0123456789"]
     grammars = [Grammar.regex("(abcdefghij){9}"), None, Grammar.regex("[a-d]{60}")]
     asked = {"max_tokens": 90, "temperature": 0}
-    settings = {"algorithm": name, "adaptive": "static", "ngram_public_pool": public}
+    settings = {"algorithm": name, "ngram_public_pool": public}
     with Engine(**tiny, **settings) as engine:
         first, again = (engine.generate(prompts, grammars, asked) for _ in range(2))
         of = engine.core.worker.runner.drafter

@@ -23,7 +23,7 @@ STEPS = 4
 
 
 def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, Any]:
-    ours = {"algorithm": "parallel", "draft": str(folder), "adaptive": "static"}
+    ours = {"algorithm": "parallel", "draft": str(folder)}
     return {**tiny, **ours, "num_steps": STEPS, **others}
 
 

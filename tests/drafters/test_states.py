@@ -391,7 +391,7 @@ def test_only_what_the_grammar_allows_is_drafted(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, algorithm: str, shape: str
 ) -> None:
     """Without any run: tables alone make random drafters right where text is forced."""
-    settings = {**tiny, "adaptive": "static", "mask_deadline_ms": None, "context_length": 256}
+    settings = {**tiny, "mask_deadline_ms": None, "context_length": 256}
     monkeypatch.setattr(ForcedRuns, "tokens", lambda *_: [])
     asked = [SAMPLING, {**SAMPLING, "temperature": 1.0, "seed": 4}]
     with Engine(**settings, algorithm="none", overlap="none") as engine:
@@ -419,7 +419,7 @@ def test_only_what_the_grammar_allows_is_drafted(
 
 
 def test_wrong_tables_change_no_text(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {**tiny, "adaptive": "static", "mask_deadline_ms": None, "context_length": 256}
+    settings = {**tiny, "mask_deadline_ms": None, "context_length": 256}
     with Engine(**settings, algorithm="none", overlap="none") as engine:
         plain = engine.generate(PROMPTS, PERSON, SAMPLING)
     rng = np.random.default_rng(0)

@@ -41,7 +41,7 @@ def engine(tiny: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Eng
     }
     if algorithm != "eagle3":
         settings["draft"] = None
-    with Engine(**settings, adaptive="static", overlap=mode) as made:
+    with Engine(**settings, overlap=mode) as made:
         yield made
 
 

@@ -17,9 +17,7 @@ SEEDS: list[dict[str, Any]] = [{"seed": seed} for seed in range(4)]
 
 @pytest.fixture(scope="module", params=few(("none", "once-sync"), "once-sync"))
 def engine(tiny: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with Engine(
-        **tiny, num_steps=3, eagle_topk=2, adaptive="static", overlap=request.param
-    ) as made:
+    with Engine(**tiny, num_steps=3, eagle_topk=2, overlap=request.param) as made:
         yield made
 
 

@@ -21,7 +21,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 
 @pytest.fixture(scope="module")
 def engine(tiny: dict[str, str]) -> Iterator[Engine]:
-    with Engine(**tiny, num_steps=3, adaptive="static") as made:
+    with Engine(**tiny, num_steps=3) as made:
         yield made
 
 

@@ -28,6 +28,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ci
 def test_kernels_of_the_cpu_never_import_triton() -> None:
     code = (
         "import sys, torch; sys.modules['triton'] = None\n"

@@ -295,7 +295,9 @@ BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
 ENDED = {"type": "http.response.body"}
 
 
-async def _call(settings: ServerSettings, bodies: list[int], host: str = "localhost") -> list[int]:
+async def _call(
+    settings: ServerSettings, bodies: list[int], host: str = "localhost", key: str = ""
+) -> list[int]:
     """Statuses of requests whose bodies are in flight together."""
     entered = asyncio.Event()
 
@@ -305,7 +307,8 @@ async def _call(settings: ServerSettings, bodies: list[int], host: str = "localh
         await send(ENDED)
 
     async with guarded(app, settings) as client:
-        asked = [client.post("/generate", content=body(n), headers={"host": host}) for n in bodies]
+        headers = {"host": host, "authorization": f"Bearer {key}"}
+        asked = [client.post("/generate", content=body(n), headers=headers) for n in bodies]
         tasks = [asyncio.ensure_future(each) for each in asked]
         await asyncio.sleep(0.05)
         entered.set()
@@ -355,6 +358,12 @@ def test_a_front_over_its_memory_refuses_all_but_one() -> None:
     assert asyncio.run(_call(settings, [100])) == [200]
     settings = ServerSettings(max_front_bytes=2**40)
     assert asyncio.run(_call(settings, [100] * 3)) == [200] * 3
+
+
+def test_a_request_without_a_key_is_refused() -> None:
+    settings = ServerSettings(api_key="anna", max_front_bytes=2**40)
+    found = [asyncio.run(_call(settings, [1], key=key)) for key in ("", "bert", "anna")]
+    assert found == [[401], [401], [200]]
 
 
 def test_allowed_hosts() -> None:

@@ -26,7 +26,7 @@ TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% en
 pytestmark = needs_weights
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=few(["own"]))
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file = tmp_path_factory.mktemp("template") / "chat.jinja"
     file.write_text(TEMPLATE)

@@ -25,7 +25,7 @@ LIMIT = 24
 pytestmark = needs_weights
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=few(["own"]))
 def server() -> Iterator[Server]:
     flags = {
         "--max-connections": str(LIMIT), "--header-timeout-s": "1", "--body-timeout-s": "3",

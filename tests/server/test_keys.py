@@ -18,13 +18,14 @@ from overlap_spec.server.keys import Keys, network_of
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, children, wait_for
 from tests.support.skips import needs_weights
+from tests.support.tiers import few
 
 ANNA, BERT, ROOT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert", "root"))
 PAGE = "https://page.example"
 ENDLESS = {"text": "go", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=few(["own"]))
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("keys")
     (folder / "keys").write_text("# clients\nanna\n\n  bert \n")

@@ -11,12 +11,13 @@ import torch
 from tests.support.lora import write_adapter
 from tests.support.models import greedy, of_bytes
 from tests.support.serving import FIXED, Server
+from tests.support.tiers import few
 
 PROMPT = list(range(40, 70))
 TOKENS = 10
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=few(["own"]))
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, Any]]]:
     """A server with two adapters, and what each makes of its model."""
     folder = tmp_path_factory.mktemp("served")

@@ -87,7 +87,7 @@ def test_the_trees_agree_with_the_statistics(
 ) -> None:
     """What is told sums up to what is counted, and telling it changes no token."""
     settings = {**tiny, **tree, "num_steps": 3, "context_length": 160, "overlap": overlap}
-    with Engine(**settings, adaptive="static") as engine:
+    with Engine(**settings) as engine:
         for name, grammar in GRAMMARS.items():
             asked = {"temperature": 0.0, "max_tokens": 30, "complete": False}
             plain = engine.generate("abc", grammar, asked)
@@ -117,7 +117,7 @@ def test_the_trees_agree_with_the_statistics(
 def test_what_is_masked_is_what_the_lane_counted(tiny: dict[str, str]) -> None:
     """One step at a time, so that none is drafted whose results nobody reads."""
     settings = {**tiny, "num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 9, "overlap": "none"}
-    settings |= {"adaptive": "static", "context_length": 160}
+    settings |= {"context_length": 160}
     with Engine(**settings) as engine:
         handle = engine.submit(
             "abc", GRAMMARS["pattern"], {"temperature": 0.0, "draft_trees": True}
@@ -129,7 +129,7 @@ def test_what_is_masked_is_what_the_lane_counted(tiny: dict[str, str]) -> None:
 
 
 def test_nothing_is_copied_or_told_that_nobody_asked_for(tiny: dict[str, str]) -> None:
-    with Engine(**tiny, adaptive="static", num_steps=3, context_length=160) as engine:
+    with Engine(**tiny, num_steps=3, context_length=160) as engine:
         before = 0
         for asks in (False, True):
             deltas = list(engine.stream("abc", None, max_tokens=9, draft_trees=asks, origins=True))

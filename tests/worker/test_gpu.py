@@ -95,7 +95,7 @@ def finish(engine: Engine, tickets: list[Any]) -> None:
 @pytest.mark.parametrize("topk", [1, 3])
 def test_a_step_never_waits_for_the_device(tiny: dict[str, Any], topk: int) -> None:
     """But for the tree, which is an event's: whatever a step asks for."""
-    settings = {"adaptive": "static", "num_steps": 3, "eagle_topk": topk}
+    settings = {"num_steps": 3, "eagle_topk": topk}
     with Engine(**tiny, device="cuda", **settings) as engine:
         for mode in ("default", "error"):
             tickets = ask_all(engine)
@@ -116,7 +116,7 @@ def test_a_step_replays_four_graphs(tiny: dict[str, Any], monkeypatch: pytest.Mo
         calls.append(graph)
         return replay(graph, *inputs)
 
-    with Engine(**tiny, device="cuda", adaptive="static", num_steps=3) as engine:
+    with Engine(**tiny, device="cuda", num_steps=3) as engine:
         # Each batch size is recorded when it first comes.
         handles = ask_all(engine)
         finish(engine, handles)
@@ -132,7 +132,7 @@ def test_a_step_replays_four_graphs(tiny: dict[str, Any], monkeypatch: pytest.Mo
 
 
 def test_the_timeline_has_the_devices_spans(tiny: dict[str, Any]) -> None:
-    with Engine(**tiny, device="cuda", adaptive="static", num_steps=3) as engine:
+    with Engine(**tiny, device="cuda", num_steps=3) as engine:
         engine.generate("abc", Grammar.regex("[a-c]{20}"), {"max_tokens": 24})
         torch.cuda.synchronize()
         engine.core.worker.streams.note()

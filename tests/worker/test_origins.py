@@ -36,7 +36,7 @@ def test_origins_of_a_tree_of_one_node() -> None:
 @pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 9}])
 def test_engine_tells_origins(tiny: dict[str, str], tree: dict[str, int]) -> None:
     """A choice leaves nothing open after its first token; each token has one origin."""
-    with Engine(**tiny, **tree, adaptive="static", num_steps=3, context_length=160) as engine:
+    with Engine(**tiny, **tree, num_steps=3, context_length=160) as engine:
         grammar = Grammar.choice(["alpha", "beta"])
         deltas = list(engine.stream("abc", grammar, SamplingParams(origins=True)))
         tokens = [t for d in deltas for t in d.token_ids]

@@ -110,7 +110,7 @@ def test_the_server_starts_an_engine_again_whose_rank_died(tiny: dict[str, Any])
     """Also where nothing runs: it is seen before the next request."""
 
     async def work() -> None:
-        settings: dict[str, Any] = {"context_length": 160, "adaptive": "static"}
+        settings: dict[str, Any] = {"context_length": 160}
         async with AsyncEngine(**tiny, tensor_parallel_size=2, **settings) as engine:
             state = await engine.snapshot()
             os.kill(state["rank_pids"][0], signal.SIGKILL)

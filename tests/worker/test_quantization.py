@@ -146,7 +146,7 @@ def test_speculation_changes_no_text(tiny: dict[str, Any], dtype: str) -> None:
     ]
     for shape in shapes:
         for graphs in (True, False):
-            with Engine(**settings, **shape, adaptive="static", graphs=graphs) as engine:
+            with Engine(**settings, **shape, graphs=graphs) as engine:
                 modules = list(engine.core.worker.runner.modules())
                 assert not any(isinstance(m, nn.Linear | PackedLinear) for m in modules)
                 outputs = answer(engine, 4)

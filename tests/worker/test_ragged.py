@@ -14,7 +14,7 @@ from tests.support.ragged import BATCH, SAMPLING, answer
 from tests.support.ragged import results as results
 from tests.support.tiers import few
 
-TREE = {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 16, "adaptive": "static"}
+TREE = {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 16}
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tests.support.policies import share_nodes
 from tests.support.ragged import SAMPLING
 from tests.support.ragged import results as results
 
-CHAIN: dict[str, Any] = {"num_steps": 6, "adaptive": "static", "context_length": 256}
+CHAIN: dict[str, Any] = {"num_steps": 6, "context_length": 256}
 
 
 def ends_at(steps: int, trees: int, longest: int) -> DraftStop:
@@ -259,7 +259,7 @@ def test_a_drafter_that_raises_between_steps_costs_its_drafts(
 
 def test_steps_are_recorded_ahead_of_the_first_request(tiny: dict[str, Any]) -> None:
     """With chains, whose drafts are those steps."""
-    with Engine(**tiny, adaptive="adaspec", context_length=128) as engine:
+    with Engine(**{**tiny, "adaptive": "adaspec"}, context_length=128) as engine:
         worker = engine.core.worker
         worker.do(prepare_next, [Tier(1, 1, 2)])
         worker.do(prepare_next, [Tier(1, 1, 2)])
