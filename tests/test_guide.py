@@ -84,6 +84,7 @@ def test_requests() -> None:
 
 @needs_weights
 @pytest.mark.parametrize("line", few([0, 1], 0))
+@pytest.mark.ci
 def test_first_commands(
     line: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

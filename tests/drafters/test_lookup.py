@@ -292,8 +292,14 @@ def test_a_long_prompt_is_entered_piece_by_piece(kind: type[Lookup]) -> None:
     assert draft.tokens.tolist() == [100, 101, 102, 103, 104]
 
 
-@pytest.mark.parametrize("public", [False, True])
-@pytest.mark.parametrize("name", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    ("name", "public"),
+    few(
+        [(n, p) for n in ("ngram", "suffix") for p in (False, True)],
+        ("ngram", False),
+        ("suffix", True),
+    ),
+)
 def test_in_an_engine(tiny: dict[str, Any], name: str, public: bool) -> None:
     """Text that a grammar repeats is drafted, and no pool is left, also of who is aborted."""
     prompts = ["abcabcabcabc", "xyz xyz xyz", "0123456789"]

@@ -39,7 +39,7 @@ SCHEMA = '{"type":"array","items":{"type":"integer","minimum":0,"maximum":9},"ma
 @pytest.fixture
 def model(tiny: dict[str, Any]) -> str:
     """Flags of a small random model."""
-    return f"--model {tiny['model']} --draft {tiny['draft']}"
+    return f"--model {tiny['model']} --draft {tiny['draft']} --adaptive static"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
@@ -240,7 +240,7 @@ def test_batch(
         "",
     ]
     asked.write_text("\n".join(lines))
-    command = f"batch {asked} {told} {model} --max-running-requests 2 --adaptive static"
+    command = f"batch {asked} {told} {model} --max-running-requests 2"
     assert run(monkeypatch, command) == 1
     assert "13 answered, 9 failed" in capsys.readouterr().out
     found = results(told)

@@ -20,6 +20,7 @@ from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.reasoning.matcher import wrap
 from overlap_spec.grammar.rows import allowed
 from tests.support.grammars import STOP, TEXTS, VOCABULARY, encode, ids, legal, random_ebnf
+from tests.support.tiers import few
 
 PERSON = Grammar.json_schema(
     {
@@ -274,7 +275,7 @@ LONG_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("grammar", LONG_TEXTS)
+@pytest.mark.parametrize("grammar", few(LONG_TEXTS, "both ways", "items"))
 def test_long_forced_text_is_told_in_part(name: str, grammar: str) -> None:
     """The libraries look for its end. The matcher, and others of its grammar, go on."""
     try:

@@ -243,6 +243,7 @@ def test_a_worker_killed_from_outside(compiler: GrammarCompiler) -> None:
     assert compiler.compile(job("after")).memory_bytes == 5
 
 
+@pytest.mark.ci
 def test_a_worker_stopped_from_outside_blames_no_grammar(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))
     future = compiler.submit(job("slow 1"))
@@ -264,6 +265,7 @@ def test_the_fork_server_killed_from_outside(compiler: GrammarCompiler) -> None:
     until(lambda: not any(map(is_running, before)))
 
 
+@pytest.mark.ci
 def test_a_worker_killed_again_and_again_blames_no_grammar(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))
     future = compiler.submit(job("slow 1"))

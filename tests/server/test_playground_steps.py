@@ -147,6 +147,7 @@ def test_each_step_has_its_times(replay: Browser) -> None:
     assert errors(replay) == []
 
 
+@pytest.mark.ci
 def test_a_replay_plays_through_and_rests_at_the_end(replay: Browser) -> None:
     """Its phases come in their order: nothing, the guesses, the grammar's word, everything."""
     select(replay, "replay-pace", "30")
@@ -222,6 +223,7 @@ def standing(name: str | None, state: str, own: bool, output: int) -> dict[str, 
     }  # fmt: skip
 
 
+@pytest.mark.ci
 def test_all_streams_are_watched_while_somebody_looks(page: Browser) -> None:
     sent = [e["request"]["url"] for e in page.told("Network.requestWillBeSent")]
     assert not any(url.endswith("/requests") for url in sent)

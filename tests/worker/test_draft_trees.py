@@ -13,6 +13,7 @@ from tests.support.tiers import few
 # dead.
 LINKS = np.array([[9, 5, 6, 7, 8, 3], [1, 4, 3, -1, -1, -1], [-1, 2, -1, -1, -1, -1]], np.int64)
 NO_ROW = [0, 0]
+TREE = {"eagle_topk": 3, "num_draft_tokens": 9}
 
 
 def row(*tokens: int) -> list[int]:
@@ -81,7 +82,7 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("overlap", few(("once-sync", "none"), "once-sync"))
-@pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 9}])
+@pytest.mark.parametrize("tree", few([{}, TREE], TREE))
 def test_the_trees_agree_with_the_statistics(
     tiny: dict[str, str], tree: dict[str, int], overlap: str
 ) -> None:

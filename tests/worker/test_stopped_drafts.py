@@ -23,6 +23,7 @@ from tests.support import chaos, ragged
 from tests.support.policies import share_nodes
 from tests.support.ragged import SAMPLING
 from tests.support.ragged import results as results
+from tests.support.tiers import few
 
 CHAIN: dict[str, Any] = {"num_steps": 6, "context_length": 256}
 
@@ -124,7 +125,9 @@ def plain(tiny: dict[str, Any]) -> list[Output]:
         return answer(engine)
 
 
-@pytest.mark.parametrize(("graphs", "overlap"), [(True, "once-sync"), (False, "none")])
+@pytest.mark.parametrize(
+    ("graphs", "overlap"), few([(True, "once-sync"), (False, "none")], (True, "once-sync"))
+)
 def test_stopped_drafts_change_no_text(
     tiny: dict[str, Any],
     plain: list[Output],
