@@ -9,10 +9,8 @@ from types import ModuleType
 import pytest
 
 from overlap_spec import Engine
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parent.parent
-pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from overlap_spec.cli import app
 from overlap_spec.cli.flags import config_values
 from tests.support.serving import shared_server
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "examples" / "deploy"
@@ -35,7 +34,6 @@ def names(text: str) -> set[str]:
     return found
 
 
-@needs_weights
 def test_dashboard_and_alerts_ask_for_metrics_that_there_are() -> None:
     server = shared_server()
     schema = {"response_format": {"type": "json_object"}, "max_tokens": 32}

@@ -13,7 +13,6 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.tiers import Tier
 from overlap_spec.types import Output
 from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, answer, key, lengths, roots_of
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 
@@ -49,7 +48,6 @@ def test_grafts_shorten_the_way_to_the_same_text(
         assert on.stats.accept_histogram[-1] > 0
 
 
-@needs_weights
 def test_a_key_that_comes_again_is_cut_as_before() -> None:
     """The embedded model cuts keys that it has not seen into tokens of its own."""
     item = {
@@ -130,7 +128,6 @@ def test_a_host_draft_takes_the_run_in(
     assert graft(draft, [], Tier(4, top_k, 5)) is draft
 
 
-@needs_weights
 def test_origins_of_longer_tokens_tell_grafts() -> None:
     """A token that could have been a shorter one was not forced, only its bytes were."""
     with Engine(adaptive="static", grammar_isolated=False) as engine:

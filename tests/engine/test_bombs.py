@@ -11,7 +11,6 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -38,7 +37,6 @@ BOMBS: dict[str, Bomb] = {
         ),
     ),
 }  # fmt: skip
-pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from overlap_spec.grammar.drafting.token_trie import make_tries
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import ChoiceProbability, Output
 from overlap_spec.worker.extras import choices
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 TEXTS = ["car", "carpet", "cat", "c", "dog", "über", "no, thanks", "nothing at all"]
@@ -85,7 +84,6 @@ def test_in_a_mixed_batch_as_by_itself(
         assert engine.snapshot()["drafter"]["faults"] == 0
 
 
-@needs_weights
 def test_texts_of_several_tokens_equal_transformers() -> None:
     from transformers import AutoModelForCausalLM
 

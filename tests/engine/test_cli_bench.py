@@ -14,7 +14,6 @@ import pytest
 
 from overlap_spec.cli import main
 from tests.support.serving import shared_server
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +113,6 @@ def write_data(tmp_path: Path) -> str:
 
 
 @pytest.mark.ci
-@needs_weights
 def test_our_server_twice(tmp_path: Path) -> None:
     url = shared_server().url
     flags = ("--requests", "6", "--clients", "2", "--repetitions", "2", "--mode", "both")

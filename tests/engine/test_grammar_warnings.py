@@ -9,7 +9,6 @@ import pytest
 from overlap_spec import Engine, cli
 from overlap_spec.grammar import Grammar
 from tests.support.serving import shared_server
-from tests.support.skips import needs_weights
 
 SCHEMA = {"enum": ["a"], "format": "sku"}
 TOLD = ("$: format 'sku' is not known, so it is not enforced",)
@@ -89,7 +88,6 @@ def test_the_command_line_tells_it(
     assert (found, printed.out, printed.err) == (status, f"{text}\n", told)
 
 
-@needs_weights
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("name", CASES)

@@ -247,8 +247,6 @@ def test_text_before_the_end_of_thinking_is_free() -> None:
 
 
 def test_runs_of_a_real_tokenizer_are_its_own() -> None:
-    if not (EMBEDDED / "target" / "tokenizer.json").exists():
-        pytest.skip("no embedded tokenizer")
     from overlap_spec.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(EMBEDDED / "target", 2048)

@@ -25,13 +25,11 @@ from overlap_spec.server.protocol import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams
 from tests.support.serving import Server, error_of, wait_for
-from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 # Far over what a bounded reply needs on a machine with six other busy processes.
 SOON_S = 10.0
-pytestmark = needs_weights
 
 
 class Probe:

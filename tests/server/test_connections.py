@@ -18,11 +18,9 @@ from overlap_spec.server.connections import most_connections
 from overlap_spec.server.run import bind
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, raw, rest, shared_server, wait_for
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 LIMIT = 24
-pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module", params=few(["own"]))

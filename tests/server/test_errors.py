@@ -8,11 +8,9 @@ import pytest
 
 from overlap_spec.server import admin
 from tests.support.serving import Server, error_of
-from tests.support.skips import needs_weights
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
-pytestmark = needs_weights
 
 
 def schema(text: Any, **more: Any) -> dict[str, Any]:

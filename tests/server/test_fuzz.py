@@ -17,7 +17,6 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.support.serving import Server, shared_server
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 CHECKS = [
@@ -27,7 +26,6 @@ CHECKS = [
     response_schema_conformance,
 ]
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-pytestmark = needs_weights
 
 
 def fuzz(server: Server, examples: int) -> int:

@@ -17,7 +17,6 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.server.keys import Keys, network_of
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, children, wait_for
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 ANNA, BERT, ROOT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert", "root"))
@@ -53,7 +52,6 @@ def under_way(server: Server, rid: str, who: dict[str, str]) -> Iterator[Future[
     server.settle()
 
 
-@needs_weights
 def test_each_rid_of_a_list_is_aborted_by_itself(server: Server) -> None:
     length = {"max_new_tokens": 4000, "ignore_eos": True}
     short = {"max_new_tokens": 1}
@@ -78,7 +76,6 @@ def test_each_rid_of_a_list_is_aborted_by_itself(server: Server) -> None:
     assert abort(server, {"rid": "one"}, ANNA).json() == {"aborted": 0}
 
 
-@needs_weights
 def test_two_prompts_do_not_share_an_id(server: Server) -> None:
     body = {"text": ["a", "b"], "rid": ["same", "same"]}
     reply = server.post("/generate", body, ANNA)
@@ -89,7 +86,6 @@ def abort(server: Server, body: dict[str, Any], who: dict[str, str]) -> httpx.Re
     return server.post("/abort_request", body, who)
 
 
-@needs_weights
 def test_every_key_of_the_files_is_accepted(server: Server) -> None:
     for who, status in ((ANNA, 200), (BERT, 200), (ROOT, 200), ({}, 401)):
         assert httpx.get(server.url + "/v1/models", headers=who).status_code == status
@@ -100,7 +96,6 @@ def test_every_key_of_the_files_is_accepted(server: Server) -> None:
     assert httpx.get(server.url + "/health").status_code == 200
 
 
-@needs_weights
 def test_a_rid_in_use_is_not_taken_over(server: Server) -> None:
     with under_way(server, "same", ANNA):
         again = ENDLESS | {"rid": "same"}
@@ -115,7 +110,6 @@ def test_a_rid_in_use_is_not_taken_over(server: Server) -> None:
     assert reply.status_code == 200
 
 
-@needs_weights
 def test_administration_has_a_key_of_its_own(server: Server) -> None:
     with under_way(server, "long", ANNA) as asked:
         refused = abort(server, {"abort_all": True}, ANNA)
@@ -124,7 +118,6 @@ def test_administration_has_a_key_of_its_own(server: Server) -> None:
         assert abort(server, {"rid": "long"}, ROOT).json() == {"aborted": 1}
 
 
-@needs_weights
 def test_where_others_requests_stand_is_the_administrators_to_see(server: Server) -> None:
     def asked(who: dict[str, str]) -> Any:
         return httpx.get(server.url + "/requests", headers=who, timeout=20).json()
@@ -144,7 +137,6 @@ def test_where_others_requests_stand_is_the_administrators_to_see(server: Server
         assert "anna" not in json.dumps(seen)
 
 
-@needs_weights
 def test_children_know_no_secret(server: Server) -> None:
     pids = children(server.process.pid)
     assert len(pids) >= 2
@@ -158,7 +150,6 @@ def test_children_know_no_secret(server: Server) -> None:
     assert "hidden-from-children" not in server.get("/server_info").text
 
 
-@needs_weights
 def test_a_key_is_taken_from_either_header(server: Server) -> None:
     body = {"max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
     for path in ("/v1/messages", "/v1/chat/completions"):
@@ -176,7 +167,6 @@ def test_a_key_is_taken_from_either_header(server: Server) -> None:
                 assert reply.json()["error"]["type"] == "authentication_error"
 
 
-@needs_weights
 def test_clients_in_pages_may_send_headers_of_their_own(server: Server) -> None:
     asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
     headers = {
@@ -208,7 +198,6 @@ def cached(server: Server, who: dict[str, str], **more: Any) -> int:
     return count
 
 
-@needs_weights
 def test_what_was_computed_for_a_key_is_for_it_alone(server: Server) -> None:
     assert cached(server, ANNA) == 0
     assert cached(server, ANNA) > 0

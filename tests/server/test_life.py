@@ -23,14 +23,12 @@ from overlap_spec.cli.flags import config_values
 from overlap_spec.errors import ConfigError
 from overlap_spec.ipc.process import EngineProcess
 from tests.support.serving import FIXED, Server, error_of, raw, shared_server, wait_for
-from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
 KEY = {"Authorization": "Bearer secret"}
 HI = [{"role": "user", "content": "hi"}]
 # Runs until somebody ends it.
 ENDLESS: dict[str, Any] = {"messages": HI, "max_tokens": 4000, "ignore_eos": True}
-pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,8 @@ from tests.support.playground import (
     text,
     write,
 )
-from tests.support.skips import needs_weights
 
-pytestmark = [needs_weights, needs_browser]
+pytestmark = needs_browser
 NODES = "[...document.querySelectorAll('#tree .node')]"
 EDGES = "[...document.querySelectorAll('#tree .edge')]"
 AHEAD = "[...document.querySelectorAll('#replay-text .ahead')].map(s => s.textContent).join('')"

@@ -9,13 +9,12 @@ import httpx
 import pytest
 
 from tests.support.serving import FIXED, Server, wait_for
-from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 ANNA, BERT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert"))
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
-pytestmark = [pytest.mark.ci, needs_weights]
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,7 @@ import httpx
 import pytest
 
 from tests.support.serving import Server, shared_server, wait_for
-from tests.support.skips import needs_weights
 
-pytestmark = needs_weights
 SCHEMA = {
     "type": "object",
     "properties": {

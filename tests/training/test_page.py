@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from overlap_spec import cli
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -19,7 +18,6 @@ COMMANDS = re.findall(r"^overlap-spec .*$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.ci
-@needs_weights
 def test_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

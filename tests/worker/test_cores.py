@@ -23,7 +23,6 @@ from overlap_spec.worker.cores import (
 )
 from overlap_spec.worker.site import overlap_mode, pick_dtype
 from tests.support.checkpoints import rewrite
-from tests.support.skips import needs_weights
 
 LARGE = 1 << 40
 
@@ -133,7 +132,6 @@ def test_auto_reads_the_checkpoint(
     assert pick_dtype(config, gpu) is torch.bfloat16
 
 
-@needs_weights
 def test_prefill_has_a_stream_of_its_own_where_a_core_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

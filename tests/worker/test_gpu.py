@@ -13,7 +13,6 @@ from overlap_spec.types import SamplingParams
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.graphs import CudaGraph
 from tests.support.chaos import GRAMMARS, ROOM, TIERS, build, outputs_equal, settings_of
-from tests.support.skips import needs_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +58,6 @@ def test_chaos_on_cuda_never_changes_outputs(
         outputs_equal(oracle, engine, first)
 
 
-@needs_weights
 @pytest.mark.parametrize("topk", [1, 4])
 def test_greedy_text_is_the_cpus(topk: int) -> None:
     prompts = [f"Repeat: the train to platform {n} is {n * 7} minutes late." for n in range(6)]

@@ -15,10 +15,7 @@ from overlap_spec.kernels import cpu
 from overlap_spec.load.asks import QUESTIONS
 from overlap_spec.types import Output
 from tests.support.lossless import GREEDY, work
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
-
-pytestmark = needs_weights
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 5},
