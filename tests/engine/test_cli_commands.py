@@ -61,6 +61,13 @@ def test_an_empty_standard_input_is_no_prompt(
     assert "standard input is empty" in " ".join(capsys.readouterr().err.split())
 
 
+def test_an_unknown_flag_is_named_with_what_was_meant(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "serve --prot 1") == 2
+    assert "No such option: --prot (Possible options: " in capsys.readouterr().err
+
+
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"overlap-spec {__version__}\n"
@@ -153,6 +160,12 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
         ("generate go --speculative-algorithm medusa {model}", "must be one of"),
         ("batch {tmp}/none.jsonl out.jsonl", "none.jsonl: no such file"),
         ("serve a --model b", "name the model once"),
+        ("serve --port 99999", "port must be between 0 and 65535: 99999"),
+        ("serve --config /nonexistent.yaml", "--config /nonexistent.yaml: "),
+        ("serve --tool-call-parser nonesuch", "unknown tool format 'nonesuch'; known are: "),
+        ("serve --reasoning-parser nonesuch", "unknown reasoning parser 'nonesuch'"),
+        ("serve --whitespace lots", "whitespace must be compact, bounded or an indent"),
+        ("serve --log-level loud", "log_level must be one of debug, info, warning, error"),
         ("train --target {tmp} --data x.jsonl --out {tmp}/out", "not a Hugging Face checkpoint"),
     ],
 )  # fmt: skip

@@ -17,7 +17,6 @@ import httpx
 import pytest
 import typer.main
 
-from overlap_spec import cli
 from overlap_spec.cli import app
 from overlap_spec.cli.flags import config_values
 from overlap_spec.errors import ConfigError
@@ -170,21 +169,6 @@ def test_a_full_queue_is_429(server: Server) -> None:
 
 
 @pytest.mark.ci
-def test_two_servers_want_one_port(server: Server) -> None:
-    first = shared_server()
-    port = first.url.rsplit(":")[-1]
-    command = [sys.executable, "-m", "overlap_spec", "serve", "--port", port]
-    second = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    assert second.returncode == 2
-    (line,) = second.stderr.decode().splitlines()
-    assert line.startswith(f"error: port: cannot listen on 127.0.0.1:{port}: ")
-    # Two on one machine do not meet.
-    for each in (first, server, first):
-        assert each.post(CHAT, {"messages": HI, "max_tokens": 2}).status_code == 200
-    assert first.get("/health").status_code == 200
-
-
-@pytest.mark.ci
 def test_a_killed_engine_is_503_and_comes_back(server: Server) -> None:
     pid = server.state()["pid"]
     asked = server.later(CHAT, ENDLESS)
@@ -300,35 +284,6 @@ async def _ends_with_its_client() -> None:
 @pytest.mark.ci
 def test_an_engine_whose_client_is_gone_ends() -> None:
     asyncio.run(_ends_with_its_client())
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--prot", "1"], "No such option"),
-        (["--port", "99999"], "port must be between"),
-        (["--config", "/nonexistent.yaml"], "nonexistent.yaml"),
-        (["--tool-call-parser", "nonesuch"], "nonesuch"),
-        (["--reasoning-parser", "nonesuch"], "nonesuch"),
-        (["--whitespace", "lots"], "whitespace"),
-        (["--model", "/nonexistent"], "no such folder"),
-        (["--max-running-requests", "0"], "max_running_requests"),
-        (["--log-level", "loud"], "log_level"),
-    ],
-)
-def test_wrong_flags_end_in_one_line(
-    flags: list[str],
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["overlap-spec", "serve", *flags])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    printed = capsys.readouterr()
-    assert words in printed.err
-    assert printed.out == ""
 
 
 @pytest.mark.parametrize(
