@@ -65,7 +65,8 @@ def test_the_targets_own_copy_is_always_right(
 ) -> None:
     """Each verify brings every drafted token and the bonus, also where all tokens have other
     numbers: its cache holds what it should."""
-    own, draft = {"model": models["sure"], "grammar_isolated": False}, models["sure"]
+    draft = models["sure"]
+    own = {"model": draft, "grammar_isolated": False, "adaptive": "static"}
     if renumbered:
         order = torch.randperm(260, generator=torch.Generator().manual_seed(2)).tolist()
         draft = str(tmp_path / "other")

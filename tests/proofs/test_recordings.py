@@ -116,7 +116,7 @@ def test_verified_nodes_have_few_sizes_and_waste_little() -> None:
 def chain_engine(tiny: dict[str, Any]) -> Iterator[Engine]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        engine_of(tiny, patch, algorithm="eagle3", max_running_requests=4, **CHAIN) as engine,
+        engine_of(tiny, patch, algorithm="eagle3", max_running_requests=6, **CHAIN) as engine,
     ):
         yield engine
 
