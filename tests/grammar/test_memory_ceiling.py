@@ -108,7 +108,7 @@ def test_a_grammar_goes_with_its_last_user(isolated: bool, thinks: bool) -> None
             gone = weakref.ref(compiled)
             del compiled
             # Threads end what they do with it.
-            wait_for(lambda: gone() is None, 20)
+            wait_for(lambda: gone() is None)
     finally:
         gc.enable()
 

@@ -213,7 +213,7 @@ def test_streams_that_nobody_reads_end_and_hold_up_nobody(server: Server) -> Non
     with probed(server), contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(unread(server, body))
-        wait_for(lambda: server.state()["running"] > 0, 20)
+        wait_for(lambda: server.state()["running"] > 0)
         wait_for(lambda: server.state()["running"] == 0, 90)
         stack.close()
     server.settle()

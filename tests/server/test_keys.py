@@ -45,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def under_way(server: Server, rid: str, who: dict[str, str]) -> Iterator[Future[httpx.Response]]:
     """A request that runs until somebody aborts it."""
     asked = server.later("/generate", ENDLESS | {"rid": rid}, who)
-    wait_for(lambda: server.state()["running"] == 1, 20)
+    wait_for(lambda: server.state()["running"] == 1)
     yield asked
     abort(server, {"abort_all": True}, ROOT)
     assert asked.result(20).json()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -58,14 +58,14 @@ def test_each_rid_of_a_list_is_aborted_by_itself(server: Server) -> None:
     body: dict[str, Any] = {"text": ["a", "b", "c"], "rid": ["one", "two", "three"]}
     body |= {"sampling_params": [length | {"n": 2}, length, short]}
     asked = server.later("/generate", body, ANNA)
-    wait_for(lambda: server.state()["running"] == 3, 20)
+    wait_for(lambda: server.state()["running"] == 3)
     for rid in ("one", "two"):
         again = {"text": "a", "rid": rid, "sampling_params": short}
         refused = server.post("/generate", again, ANNA)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rid")
         assert abort(server, {"rid": rid}, BERT).json() == {"aborted": 0}
     assert abort(server, {"rid": "two"}, ANNA).json() == {"aborted": 1}
-    wait_for(lambda: server.state()["running"] == 2, 20)
+    wait_for(lambda: server.state()["running"] == 2)
     assert abort(server, {"rid": "three"}, ANNA).json() == {"aborted": 0}
     assert abort(server, {"rid": "one"}, ANNA).json() == {"aborted": 2}
     replies = asked.result(20).json()
@@ -124,7 +124,7 @@ def test_where_others_requests_stand_is_the_administrators_to_see(server: Server
 
     assert httpx.get(server.url + "/requests", timeout=20).status_code == 401
     with under_way(server, "secret-rid", ANNA):
-        wait_for(lambda: asked(ROOT)["requests"], 20)
+        wait_for(lambda: asked(ROOT)["requests"])
         (own,) = asked(ANNA)["requests"]
         assert (own["id"], own["own"]) == ("secret-rid", True)
         others = asked(BERT)

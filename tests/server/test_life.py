@@ -102,7 +102,7 @@ def streams(server: Server, count: int) -> Iterator[list[Iterator[str]]]:
 
 def test_clients_that_leave_free_their_pages(server: Server) -> None:
     with streams(server, 2):
-        wait_for(lambda: server.state()["running"] == 2, 20)
+        wait_for(lambda: server.state()["running"] == 2)
         assert server.state()["pages_in_use"] > 0
     server.settle()
     # Also one that waits for a whole answer.
@@ -173,7 +173,7 @@ def test_a_killed_engine_is_503_and_comes_back(server: Server) -> None:
     pid = server.state()["pid"]
     asked = server.later(CHAT, ENDLESS)
     with streams(server, 1) as (lines,):
-        wait_for(lambda: server.state()["running"] == 2, 20)
+        wait_for(lambda: server.state()["running"] == 2)
         os.kill(pid, signal.SIGKILL)
         rest = list(lines)
     assert "engine_unavailable" in rest[-2]
@@ -230,7 +230,7 @@ def test_sigterm_ends_long_streams_with_an_error() -> None:
         for each in lines:
             next(each)
         asked = made.later(CHAT, ENDLESS)
-        wait_for(lambda: made.state()["running"] == 4, 20)
+        wait_for(lambda: made.state()["running"] == 4)
         made.process.send_signal(signal.SIGTERM)
         for each in lines:
             rest = list(each)
