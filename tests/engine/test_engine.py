@@ -245,10 +245,11 @@ def output_by(engine: Engine, late: dict[str, Callable[..., None]]) -> Any:
 
 
 @pytest.mark.clock
-def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, str]) -> None:
+def test_late_masks_with_the_root_ready_cost_a_step_its_draft(
+    tiny: dict[str, str], engine: Engine
+) -> None:
     """The tree's fill hangs until it is given up: the request goes on, one token a step."""
-    with Engine(**tiny, num_steps=3, overlap="none") as engine:
-        want = engine.generate("slow", DATE)
+    want = engine.generate("slow", DATE)
 
     def limited() -> int:
         return sum(s.stats.limited_steps for s in engine.core.scheduler.running)
@@ -268,10 +269,9 @@ def test_late_masks_with_the_root_ready_cost_a_step_its_draft(tiny: dict[str, st
 
 
 @pytest.mark.clock
-def test_masks_that_are_late_cost_no_request(tiny: dict[str, str]) -> None:
+def test_masks_that_are_late_cost_no_request(tiny: dict[str, str], engine: Engine) -> None:
     """Every call of the matcher takes many times the deadline: it costs time alone."""
-    with Engine(**tiny, num_steps=3, overlap="none") as engine:
-        want = engine.generate("slow", DATE)
+    want = engine.generate("slow", DATE)
 
     def slow(*_: Any) -> None:
         time.sleep(0.03)

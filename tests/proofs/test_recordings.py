@@ -20,11 +20,9 @@ from overlap_spec.kernels import Tree
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.tiers import Tier
-from overlap_spec.worker import build as build_module
 from overlap_spec.worker import warm_up
 from overlap_spec.worker.build import graph_bytes
 from overlap_spec.worker.cuda_graphs import CudaGraphs
-from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.examples import padding
 from overlap_spec.worker.graphs import graph_size, packed_size, packed_sizes, padded_size
@@ -33,7 +31,7 @@ from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.capture import Kernels, as_on_a_gpu, engine_of
-from tests.support.held_graphs import HeldGraphs, all_columns, held_graphs
+from tests.support.held_graphs import HeldGraphs, serve_as_a_gpu
 from tests.support.tiers import few
 
 CHAIN: dict[str, Any] = {"num_steps": 5, "tries": True}
@@ -43,13 +41,7 @@ WORDS = Grammar.choice(["alpha", "beta", "alphabet", "gamma rays"])
 
 @pytest.fixture
 def as_served_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(build_module, "recordings_of", held_graphs)
-    monkeypatch.setattr(DraftPhase, "_visible", all_columns)
-    traits = build_module.traits_of
-    monkeypatch.setattr(
-        build_module, "traits_of", lambda phases: replace(traits(phases), compiles=True)
-    )
+    serve_as_a_gpu(monkeypatch)
 
 
 def made_while_serving(
