@@ -1,12 +1,13 @@
 """A format that nobody knows is told, wherever an output is."""
 
 import json
-import sys
+import shlex
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from overlap_spec import Engine, cli
+from overlap_spec import Engine
 from overlap_spec.grammar import Grammar
 from tests.support.serving import shared_server
 
@@ -71,21 +72,12 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_command_line_tells_it(
-    tiny: dict[str, str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tiny: dict[str, str], run: Callable[[str], tuple[int, str, str]], name: str
 ) -> None:
     schema, flags, text, _, status, told = CASES[name]
     flags = ["--model", tiny["model"], "--draft", tiny["draft"], *flags, "--schema"]
-    monkeypatch.setattr(sys, "argv", ["overlap-spec", "generate", "x", *flags, json.dumps(schema)])
-    found = 0
-    try:
-        cli.main()
-    except SystemExit as ended:
-        found = int(ended.code or 0)
-    printed = capsys.readouterr()
-    assert (found, printed.out, printed.err) == (status, f"{text}\n", told)
+    asked = shlex.join(["generate", "x", *flags, json.dumps(schema)])
+    assert run(asked) == (status, f"{text}\n", told)
 
 
 @pytest.mark.parametrize("stream", [False, True])
