@@ -153,7 +153,7 @@ def test_no_stream_races_another(
 ) -> None:
     first, settings = chaos.settings_of(tier, "crowded")
     with watched(tiny, monkeypatch, held, **settings) as (world, engine):
-        serve(engine, first, 1)
+        serve(engine, first, 2)
     assert races(world) == []
     assert world.accesses > 10_000
     assert world.freed > 100
