@@ -1,7 +1,5 @@
 """Fixtures that several files share."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import multiprocessing
@@ -37,6 +35,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {
         "model": str(folder / "target"),
         "draft": str(folder / "eagle3"),
+        # Each length that a policy may take is recorded and measured at the start.
+        "adaptive": "static",
         # Each engine would start worker processes of its own; tests of these ask for them.
         "grammar_isolated": False,
         # A machine that does other work as well must not cost a step its drafts.
@@ -73,6 +73,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """The CPU's kernels are compiled before the tests: no test's time is to pay for it."""
     if not hasattr(config, "workerinput"):
         cpu.native()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no later look for cycles goes through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,8 +5,6 @@ that are named for it there, and expects them to fail; before, they must pass in
 Exit status 1 where one survives. ``tests/test_mutants.py`` checks that what is replaced is there.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The demo's inputs come out right, and an answer that is not is called so."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess
@@ -11,10 +9,8 @@ from types import ModuleType
 import pytest
 
 from overlap_spec import Engine
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parent.parent
-pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +38,7 @@ def test_the_first_input_of_each_kind_is_answered_right(demo: ModuleType) -> Non
             assert right[0] == inputs[0]["prompt"], f"{kind}: right are {right}"
 
 
+@pytest.mark.ci
 def test_the_demo_tells_valid_and_right_apart(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

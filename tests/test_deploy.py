@@ -1,7 +1,5 @@
 """The files for deployment: metrics that exist, flags that exist, a page that names each file."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -16,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from overlap_spec.cli import app
 from overlap_spec.cli.flags import config_values
 from tests.support.serving import shared_server
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parent.parent
 FILES = ROOT / "examples" / "deploy"
@@ -37,7 +34,6 @@ def names(text: str) -> set[str]:
     return found
 
 
-@needs_weights
 def test_dashboard_and_alerts_ask_for_metrics_that_there_are() -> None:
     server = shared_server()
     schema = {"response_format": {"type": "json_object"}, "max_tokens": 32}

@@ -1,7 +1,5 @@
 """The documents name what is there: laws, files, links, commands."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The guide's pages say only what runs, and the site has each page once."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -17,7 +15,6 @@ from overlap_spec import cli
 from tests.support.checkpoints import write_target
 from tests.support.prose import private_words, sentence_words
 from tests.support.serving import FIXED, Server, shared_server
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +59,6 @@ def test_the_site_has_each_page_once() -> None:
     assert sorted(re.findall(r"[\w-]+\.md", nav)) == pages
 
 
-@needs_weights
 @pytest.mark.parametrize("name", few(PAGES, "first-steps"))
 def test_blocks_of_python(name: str) -> None:
     (block,) = blocks(name, "python")
@@ -70,7 +66,6 @@ def test_blocks_of_python(name: str) -> None:
     assert "assert" in block
 
 
-@needs_weights
 def test_requests() -> None:
     found = {}
     for name in PAGES:
@@ -84,8 +79,8 @@ def test_requests() -> None:
     assert found["streaming"].rstrip().endswith("data: [DONE]")
 
 
-@needs_weights
 @pytest.mark.parametrize("line", few([0, 1], 0))
+@pytest.mark.ci
 def test_first_commands(
     line: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,5 @@
 """What `--model` and `--draft` take: a folder, a name of the hub, and hints for anything else."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

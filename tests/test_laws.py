@@ -1,7 +1,5 @@
 """Laws of the code itself: who may import whom, and what the package exports."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

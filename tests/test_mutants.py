@@ -1,7 +1,5 @@
 """What ``python -m tests.mutants`` would change is there, once."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """What is optional is one file: without it all else runs, and what asks for it is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

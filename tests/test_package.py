@@ -1,7 +1,5 @@
 """What an installed package says of itself."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib import metadata, resources

@@ -1,7 +1,5 @@
 """The pages for users name flags, fields, errors and codes that there are."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

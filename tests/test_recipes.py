@@ -1,7 +1,5 @@
 """The page of recipes says only what runs: every block as it stands."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +20,6 @@ def test_every_section_has_one_block() -> None:
     assert len(RECIPES) == PAGE.count("```python")
 
 
-@needs_weights
 @pytest.mark.parametrize(
     ("title", "block"), few(RECIPES, RECIPES[0]), ids=[title for title, _ in RECIPES]
 )

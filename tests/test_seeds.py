@@ -1,7 +1,5 @@
 """The page on the five documents names files and tests that there are, and its commands run."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys
@@ -10,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from overlap_spec import cli
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "seeds.md").read_text()
@@ -30,7 +27,6 @@ def test_every_mechanism_has_its_file_and_its_test() -> None:
         assert all(name.startswith("tests/") for name in re.findall(r"`([^`]+)`", tests))
 
 
-@needs_weights
 @pytest.mark.ci
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_runs(

@@ -1,7 +1,5 @@
 """Who gets how much of what is shared, and whose turn it is."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

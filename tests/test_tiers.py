@@ -1,7 +1,5 @@
 """What the runs of the tests leave out, and what they may skip."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,7 @@ def skipped(reason: str) -> Any:
 
 
 def test_a_skip_that_nobody_expects_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacks, known = skipped("Skipped: no embedded weights"), skipped("Skipped: no CUDA device")
+    lacks, known = skipped("Skipped: no such thing"), skipped("Skipped: no CUDA device")
     monkeypatch.delenv(STRICT, raising=False)
     check_skip(lacks)
     assert lacks.outcome == "skipped"
@@ -23,4 +21,4 @@ def test_a_skip_that_nobody_expects_fails(monkeypatch: pytest.MonkeyPatch) -> No
     check_skip(lacks)
     check_skip(known)
     assert (lacks.outcome, known.outcome) == ("failed", "skipped")
-    assert lacks.longrepr == "an unexpected skip: no embedded weights"
+    assert lacks.longrepr == "an unexpected skip: no such thing"

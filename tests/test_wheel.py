@@ -1,7 +1,5 @@
 """The wheel by itself: nothing of it needs the repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The benchmarks' client, against a server that this file scripts and against our own."""
 
-from __future__ import annotations
-
 import pytest
 
 from bench.backends.base import Task

@@ -1,7 +1,5 @@
 """``bench.counts``: the same each time, and another figure for whatever a step does besides."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafters side by side: a small run, its record, and figures of known samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

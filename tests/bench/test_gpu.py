@@ -1,7 +1,5 @@
 """The benchmark for a GPU, as far as it goes without one."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The mask benchmark: classes, the order of keys, tokenizer files, the record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

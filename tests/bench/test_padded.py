@@ -1,7 +1,5 @@
 """Padding a checkpoint: other sizes, same function, here and in `transformers`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

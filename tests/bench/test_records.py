@@ -1,7 +1,5 @@
 """GSM8K, JSON and peers: their records, what they catch, the report, and the check."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

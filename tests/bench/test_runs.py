@@ -1,7 +1,5 @@
 """The benchmarks' own rules: records, figures, and that their checks check."""
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import Namespace
@@ -27,10 +25,7 @@ from bench.common import (
 from bench.measure import measure
 from bench.overlap import MODES, summary
 from bench.turns import Turns
-from bench.workloads import (
-    OWN_SCHEMAS,
-    Ask,
-)
+from bench.workloads import OWN_SCHEMAS, Ask
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.online_cost import OnlineCost
@@ -131,7 +126,7 @@ def test_a_record_holds_finite_numbers_only() -> None:
 
 def test_measuring_one_workload(tiny: dict[str, str]) -> None:
     asks = [Ask("hello", None, 6), Ask("world", Grammar.json_object(), 9)]
-    with Engine(overlap="none", adaptive="static", device="cpu", **tiny) as engine:
+    with Engine(overlap="none", device="cpu", **tiny) as engine:
         outputs, first = measure(engine, asks)
         again = measure(engine, asks).raw
     assert all(o.stats.output_tokens <= a.max_tokens for o, a in zip(outputs, asks, strict=True))

@@ -1,7 +1,5 @@
 """Two work trees side by side, and the scripts that are run in them."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,21 +1,12 @@
 """The device that is a table: what it waits for follows from the table and the host's clock."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from bench import simulated_device
-from bench.device_model import (
-    COPY_US,
-    LAUNCH_US,
-    Device,
-    HostClock,
-    Oracle,
-    TableStreams,
-)
+from bench.device_model import COPY_US, LAUNCH_US, Device, HostClock, Oracle, TableStreams
 from bench.simulated_device import simulated, summary
 from bench.workloads import Ask
 from overlap_spec.grammar.matching.pool import FillItem, MatcherPool

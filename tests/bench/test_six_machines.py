@@ -1,7 +1,5 @@
 """``bench.six_machines`` ends in its record, whose figures are those of its samples."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

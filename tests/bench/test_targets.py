@@ -1,7 +1,5 @@
 """Which checkpoint a benchmark runs on: a folder, a named size, or the embedded model."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,15 +1,10 @@
 """The server that all clients talk to."""
 
-from __future__ import annotations
-
 import pytest
 
-from overlap_spec.config import EMBEDDED
 from tests.support.serving import Server, shared_server
 
 
 @pytest.fixture(scope="session")
 def server() -> Server:
-    if not (EMBEDDED / "target" / "model.safetensors").exists():
-        pytest.skip("no embedded weights")
     return shared_server()

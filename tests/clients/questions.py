@@ -1,7 +1,5 @@
 """What the clients are tried with: schemas that no answer fits by chance."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict

@@ -1,7 +1,5 @@
 """Anthropic's client."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """guidance, by its models for OpenAI's and SGLang's servers."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

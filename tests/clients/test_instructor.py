@@ -1,7 +1,5 @@
 """instructor, in every mode of an OpenAI or Anthropic client that needs no model by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tests.clients.questions import ASKED, MODEL, MOST_TOKENS, Pair
 from tests.support.serving import Server
+from tests.support.tiers import few
 
 instructor = pytest.importorskip("instructor", reason="instructor is not installed")
 openai = pytest.importorskip("openai", reason="openai is not installed")
@@ -24,7 +23,7 @@ def mode_of(name: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", few(MODES, "TOOLS"))
 def test_objects_in_every_mode(server: Server, name: str) -> None:
     mode = mode_of(name)
     plain = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
@@ -89,10 +88,6 @@ def test_objects_from_anthropics_client(server: Server, name: str) -> None:
     plain = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
     client = instructor.from_anthropic(plain, mode=mode_of(name))
     got = client.messages.create(
-        model=MODEL,
-        messages=ASKED,
-        response_model=Pair,
-        max_retries=0,
-        max_tokens=MOST_TOKENS,
+        model=MODEL, messages=ASKED, response_model=Pair, max_retries=0, max_tokens=MOST_TOKENS
     )
     assert isinstance(got, Pair)

@@ -1,7 +1,5 @@
 """The JavaScript clients of OpenAI and Anthropic under node, where ``NODE_PATH`` has them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

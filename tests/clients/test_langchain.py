@@ -1,7 +1,5 @@
 """langchain-openai: chats, structured output, tools, and the Responses API."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """litellm, with the server as a host of OpenAI's, vLLM's and Anthropic's API."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

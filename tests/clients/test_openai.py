@@ -1,7 +1,5 @@
 """OpenAI's client; ``tests/server`` goes deeper with the one that is installed there."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """outlines, by its adapters of servers: vLLM's, SGLang's and OpenAI's."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """pydantic-ai: agents over chats, responses and Anthropic's messages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings of a cluster, and what is told where Ray is not installed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

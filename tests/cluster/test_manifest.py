@@ -1,7 +1,5 @@
 """The manifest for Kubernetes: its structure, and that it asks for what there is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the router knows of prompts, without Ray."""
 
-from __future__ import annotations
-
 import json
 from random import Random
 

@@ -21,14 +21,12 @@ import httpx
 import pytest
 
 from tests.support.serving import Server, wait_for
-from tests.support.skips import needs_weights
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[cluster]'")
 pytestmark = [
     pytest.mark.ci,
     # Ray starts a dozen processes, which a busy machine delays.
     pytest.mark.timeout(900),
-    needs_weights,
 ]
 CHAT = "/v1/chat/completions"
 FLAGS = ("--replicas", "2", "--cpus-per-replica", "0.5", "--max-running-requests", "4")

@@ -1,7 +1,5 @@
 """The router as Ray Serve calls it, with replicas that only have a name."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

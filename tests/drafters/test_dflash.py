@@ -1,7 +1,5 @@
 """DFlash's drafts: a block of masks over what its layers make of the target's features."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -27,18 +25,14 @@ TREE = {"eagle_topk": 3, "num_draft_tokens": 10}
 
 
 def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, Any]:
-    ours = {"algorithm": "dflash", "draft": str(folder), "adaptive": "static"}
+    ours = {"algorithm": "dflash", "draft": str(folder)}
     return {**tiny, **ours, "num_steps": STEPS, **others}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", few(LAYOUTS, "z-lab, sliding windows"))
 @torch.no_grad()
 def test_a_block_is_one_pass_over_the_targets_features(
-    tiny: dict[str, Any],
-    reference: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tiny: dict[str, Any], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """At every root, behind a prompt in chunks or in pages that another request left, behind
     tokens that were refused and several that were accepted at once: plain torch."""
@@ -103,7 +97,7 @@ def test_recorded_passes_draft_the_same(
     assert min(accepted[0]) > 5
 
 
-@pytest.mark.parametrize("algorithm", ["dflash", "parallel"])
+@pytest.mark.parametrize("algorithm", few(["dflash", "parallel"], "dflash"))
 def test_what_a_grammar_forbids_is_not_drafted(
     tiny: dict[str, Any], tmp_path: Path, algorithm: str
 ) -> None:

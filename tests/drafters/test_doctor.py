@@ -1,7 +1,5 @@
 """`overlap-spec doctor` builds whatever drafter a folder is for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -51,7 +51,7 @@ def test_an_object_drafts_and_changes_no_text(tiny: dict[str, Any]) -> None:
         plain = engine.generate("a prompt", None, asked)
     drafter = Repeats(plain.token_ids[1])
     settings = UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter)
-    with Engine(**tiny, **settings) as engine:
+    with Engine(**{**tiny, **settings}) as engine:
         output = engine.generate("a prompt", None, asked)
         assert engine.core.worker.runner.drafter is drafter
     assert output.token_ids == plain.token_ids

@@ -1,7 +1,5 @@
 """Forced tokens in drafts: text stays plain decoding's, and drafts get longer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -15,7 +13,6 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.tiers import Tier
 from overlap_spec.types import Output
 from tests.support.grafts import PERSON, PROMPTS, SAMPLING, SHAPES, answer, key, lengths, roots_of
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 
@@ -31,7 +28,7 @@ def test_grafts_shorten_the_way_to_the_same_text(
     tiny: dict[str, Any], plain: list[Output], algorithm: str, shape: str
 ) -> None:
     """The random head of this target guesses nothing: what is accepted is what was forced."""
-    settings = {**tiny, "algorithm": algorithm, **SHAPES[shape], "adaptive": "static"}
+    settings = {**tiny, "algorithm": algorithm, **SHAPES[shape]}
     found = {}
     for overlap in ("none", "double-sync", "once-sync"):
         with Engine(**settings, overlap=overlap, context_length=256) as engine:
@@ -51,7 +48,6 @@ def test_grafts_shorten_the_way_to_the_same_text(
         assert on.stats.accept_histogram[-1] > 0
 
 
-@needs_weights
 def test_a_key_that_comes_again_is_cut_as_before() -> None:
     """The embedded model cuts keys that it has not seen into tokens of its own."""
     item = {
@@ -74,7 +70,7 @@ def test_a_key_that_comes_again_is_cut_as_before() -> None:
 def test_a_matcher_that_fails_at_it_ends_its_own_request(
     tiny: dict[str, Any], plain: list[Output]
 ) -> None:
-    with Engine(**tiny, adaptive="static", context_length=256) as engine:
+    with Engine(**tiny, context_length=256) as engine:
         handles = [engine.submit(p, PERSON, SAMPLING) for p in PROMPTS]
         matcher = engine.core.grammar.matchers[handles[1].request.id]
 
@@ -132,7 +128,6 @@ def test_a_host_draft_takes_the_run_in(
     assert graft(draft, [], Tier(4, top_k, 5)) is draft
 
 
-@needs_weights
 def test_origins_of_longer_tokens_tell_grafts() -> None:
     """A token that could have been a shorter one was not forced, only its bytes were."""
     with Engine(adaptive="static", grammar_isolated=False) as engine:

@@ -1,7 +1,5 @@
 """Runs that are longer than a draft is deep: one verify, and the text of plain decoding."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -59,14 +57,11 @@ def plain(still: dict[str, Any]) -> list[Output]:
 
 
 @pytest.mark.parametrize("shape", few(SHAPES, "chain"))
-@pytest.mark.parametrize(
-    "algorithm",
-    few(("eagle3", "ngram", "draft_model", "grammar"), "eagle3"),
-)
+@pytest.mark.parametrize("algorithm", few(("eagle3", "ngram", "draft_model", "grammar"), "eagle3"))
 def test_a_run_beyond_the_depth_is_one_verify(
     still: dict[str, Any], plain: list[Output], algorithm: str, shape: str
 ) -> None:
-    settings = {**still, "algorithm": algorithm, **SHAPES[shape], "adaptive": "static"}
+    settings = {**still, "algorithm": algorithm, **SHAPES[shape]}
     if algorithm == "draft_model":
         settings["draft"] = still["model"]
     found = {}
@@ -92,7 +87,7 @@ def test_a_run_beyond_the_depth_is_one_verify(
 
 
 def test_a_key_of_fifteen_tokens_is_one_verify(still: dict[str, Any]) -> None:
-    settings = {**still, "algorithm": "grammar", "num_steps": 2, "adaptive": "static"}
+    settings = {**still, "algorithm": "grammar", "num_steps": 2}
     with Engine(**settings) as engine:
         cut = {"max_tokens": 17, "temperature": 0, "complete": False}
         (output,) = engine.generate(PROMPTS[:1], PERSON, cut)

@@ -1,7 +1,5 @@
 """Drafts looked up in text, by n-grams and by suffixes: against plain searches, and no leaks."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from collections.abc import Iterable
@@ -294,14 +292,20 @@ def test_a_long_prompt_is_entered_piece_by_piece(kind: type[Lookup]) -> None:
     assert draft.tokens.tolist() == [100, 101, 102, 103, 104]
 
 
-@pytest.mark.parametrize("public", [False, True])
-@pytest.mark.parametrize("name", ["ngram", "suffix"])
+@pytest.mark.parametrize(
+    ("name", "public"),
+    few(
+        [(n, p) for n in ("ngram", "suffix") for p in (False, True)],
+        ("ngram", False),
+        ("suffix", True),
+    ),
+)
 def test_in_an_engine(tiny: dict[str, Any], name: str, public: bool) -> None:
     """Text that a grammar repeats is drafted, and no pool is left, also of who is aborted."""
     prompts = ["abcabcabcabc", "xyz xyz xyz", "0123456789"]
     grammars = [Grammar.regex("(abcdefghij){9}"), None, Grammar.regex("[a-d]{60}")]
     asked = {"max_tokens": 90, "temperature": 0}
-    settings = {"algorithm": name, "adaptive": "static", "ngram_public_pool": public}
+    settings = {"algorithm": name, "ngram_public_pool": public}
     with Engine(**tiny, **settings) as engine:
         first, again = (engine.generate(prompts, grammars, asked) for _ in range(2))
         of = engine.core.worker.runner.drafter

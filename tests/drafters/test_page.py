@@ -1,7 +1,5 @@
 """The page on drafters says what is there, and its example runs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -15,7 +13,6 @@ from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from tests.support import mtp
 from tests.support.layouts import LAYOUTS
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "drafters.md").read_text()
@@ -52,7 +49,6 @@ def test_every_option_of_ngram_has_a_row() -> None:
         assert table[name] == shown, name
 
 
-@needs_weights
 def test_the_example_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "known_pieces.py").write_text(BLOCK)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,7 +1,5 @@
 """P-EAGLE's drafts: all depths in one pass, chains and trees of their marginals."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -25,18 +23,14 @@ STEPS = 4
 
 
 def settings_of(tiny: dict[str, Any], folder: Path, **others: Any) -> dict[str, Any]:
-    ours = {"algorithm": "parallel", "draft": str(folder), "adaptive": "static"}
+    ours = {"algorithm": "parallel", "draft": str(folder)}
     return {**tiny, **ours, "num_steps": STEPS, **others}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_all_depths_are_one_causal_pass_over_masks(
-    tiny: dict[str, Any],
-    reference: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tiny: dict[str, Any], reference: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """At the first root and at later ones, behind a prompt in chunks: plain torch over the whole
     text with masks behind it."""

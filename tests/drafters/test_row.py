@@ -172,7 +172,7 @@ def test_both_draft_in_an_engine(tiny: dict[str, Any], monkeypatch: pytest.Monke
         want = engine.generate(prompts, grammars, asked)
     lengths = []
     for overlap in ("none", "once-sync"):
-        named = {"algorithm": " Suffix, eagle3", "adaptive": "static", "overlap": overlap}
+        named = {"algorithm": " Suffix, eagle3", "overlap": overlap}
         with Engine(**tiny, **named) as engine:
             assert not engine.core.worker.traits.drafts_on_host
             got = engine.generate(prompts, grammars, asked)
@@ -190,7 +190,7 @@ def test_a_target_without_a_head_has_a_row(tiny: dict[str, Any]) -> None:
     assert EngineConfig.build(**tiny).drafter == "eagle3"
     assert EngineConfig.build().drafter == "eagle3"
     assert EngineConfig.build(**headless, algorithm="none").drafter == "none"
-    with Engine(**headless, adaptive="static") as engine:
+    with Engine(**headless) as engine:
         assert engine.snapshot()["drafter"]["name"] == "slots,suffix"
         output = engine.generate("x", Grammar.regex("(abcdefghij){6}"), {"temperature": 0})
     assert output.text == "abcdefghij" * 6

@@ -1,7 +1,5 @@
 """Drafts by where they go: spans of the prompt that are legal there, values that came before."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +19,6 @@ from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.steps import COMMON_STATES, DEAD, FIRST, Guide, History
 from overlap_spec.tiers import Tier
 from tests.support.counted import lines_run
-from tests.support.skips import needs_weights
 
 # Tokens are bytes, and the end.
 VOCABULARY = Vocabulary(tuple(bytes((n,)) for n in range(256)), 257, (256,))
@@ -229,7 +226,6 @@ def test_a_step_costs_no_more_in_a_long_prompt() -> None:
     assert costs[0] < 60_000
 
 
-@needs_weights
 def test_extraction_needs_no_head() -> None:
     schema = {
         "type": "object",

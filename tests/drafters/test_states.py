@@ -159,23 +159,15 @@ def test_what_lies_behind_the_limit_is_lost(monkeypatch: pytest.MonkeyPatch) -> 
 def test_only_how_deep_a_circle_goes_is_forgotten() -> None:
     tree = Grammar.json_schema(
         {
-            "$defs": {
-                "node": {
-                    "type": "object",
-                    "properties": {
-                        "n": {"type": "null"},
-                        "below": {"type": "array", "items": {"$ref": "#/$defs/node"}},
-                    },
-                    "required": ["n", "below"],
-                    "additionalProperties": False,
-                }
-            },
+            "$defs": {"node": {"type": "object", "properties": {"n": {"type": "null"},
+                "below": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
+                "required": ["n", "below"], "additionalProperties": False}},
             "type": "object",
             "properties": {"a": {"$ref": "#/$defs/node"}, "b": {"type": "null"}},
             "required": ["a", "b"],
             "additionalProperties": False,
         }
-    )
+    )  # fmt: skip
     table = byte_states(tree, VOCABULARY)
     assert not (after_bytes(table) == LOST).any()
     standing = follower(table)
@@ -399,7 +391,7 @@ def test_only_what_the_grammar_allows_is_drafted(
     tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, algorithm: str, shape: str
 ) -> None:
     """Without any run: tables alone make random drafters right where text is forced."""
-    settings = {**tiny, "adaptive": "static", "mask_deadline_ms": None, "context_length": 256}
+    settings = {**tiny, "mask_deadline_ms": None, "context_length": 256}
     monkeypatch.setattr(ForcedRuns, "tokens", lambda *_: [])
     asked = [SAMPLING, {**SAMPLING, "temperature": 1.0, "seed": 4}]
     with Engine(**settings, algorithm="none", overlap="none") as engine:
@@ -427,7 +419,7 @@ def test_only_what_the_grammar_allows_is_drafted(
 
 
 def test_wrong_tables_change_no_text(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {**tiny, "adaptive": "static", "mask_deadline_ms": None, "context_length": 256}
+    settings = {**tiny, "mask_deadline_ms": None, "context_length": 256}
     with Engine(**settings, algorithm="none", overlap="none") as engine:
         plain = engine.generate(PROMPTS, PERSON, SAMPLING)
     rng = np.random.default_rng(0)

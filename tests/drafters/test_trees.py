@@ -1,7 +1,5 @@
 """Trees that a model drafts: what is in them, and how large they may be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -25,7 +23,7 @@ def test_each_node_is_its_parents_next_best_token(
     tiny: dict[str, Any], reference: Any, graphs: bool
 ) -> None:
     """The target drafts for itself: what follows each path is asked of `transformers`."""
-    settings = {**tiny, "algorithm": "draft_model", "draft": tiny["model"], "adaptive": "static"}
+    settings = {**tiny, "algorithm": "draft_model", "draft": tiny["model"]}
     with Engine(**settings, **LARGE, graphs=graphs, overlap="none") as engine:
         prompt = engine.tokenizer.encode(PROMPT)
         phases = engine.core.worker.phases
@@ -59,7 +57,7 @@ def test_each_node_is_its_parents_next_best_token(
 def test_a_tree_may_have_64_nodes(tiny: dict[str, Any]) -> None:
     with Engine(**tiny, context_length=256, algorithm="none", overlap="none") as engine:
         plain = engine.generate(PROMPTS, GRAMMARS, ASKED)
-    own = {**tiny, "algorithm": "draft_model", "draft": tiny["model"], "adaptive": "static"}
+    own = {**tiny, "algorithm": "draft_model", "draft": tiny["model"]}
     with Engine(**own, **LARGE, context_length=256) as engine:
         outputs = engine.generate(PROMPTS, GRAMMARS, ASKED)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]

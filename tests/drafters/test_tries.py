@@ -1,7 +1,5 @@
 """Finite languages drafted whole: one verify an answer, and the text of plain decoding."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import tracemalloc
@@ -75,7 +73,7 @@ def plain(still: dict[str, Any]) -> list[list[list[Output]]]:
 def test_one_verify_an_answer_in_all_modes(
     still: dict[str, Any], plain: list[list[list[Output]]], drafter: str
 ) -> None:
-    settings = {**still, **DRAFTERS[drafter], "adaptive": "static", "context_length": 256}
+    settings = {**still, **DRAFTERS[drafter], "context_length": 256}
     found = {}
     for overlap in OVERLAPS:
         with Engine(**settings, overlap=overlap) as engine:
@@ -100,7 +98,7 @@ def test_one_verify_an_answer_in_all_modes(
 def test_under_every_policy(
     still: dict[str, Any], plain: list[list[list[Output]]], adaptive: str
 ) -> None:
-    with Engine(**still, adaptive=adaptive, context_length=256) as engine:
+    with Engine(**{**still, "adaptive": adaptive}, context_length=256) as engine:
         for sampling, want in zip(SAMPLINGS, plain, strict=True):
             assert [key(one) for one in answers(engine, sampling)] == [key(one) for one in want]
         assert engine.snapshot()["speculation"].get("error") is None
@@ -113,14 +111,14 @@ def test_beside_drafters_of_ones_own(
     still: dict[str, Any], plain: list[list[list[Output]]], kind: str
 ) -> None:
     own = {"algorithm": f"tests.support.drafters:{kind}", "eagle_topk": 2, "num_draft_tokens": 6}
-    with Engine(**still, **own, num_steps=3, adaptive="static", context_length=256) as engine:
+    with Engine(**still, **own, num_steps=3, context_length=256) as engine:
         for sampling, want in zip(SAMPLINGS, plain, strict=True):
             assert [key(one) for one in answers(engine, sampling)] == [key(one) for one in want]
         assert (engine.snapshot()["drafter"]["faults"] > 0) == (kind == "Raises")
 
 
 def test_where_thresholds_accept(still: dict[str, Any]) -> None:
-    settings = {**still, **DRAFTERS["tree"], "adaptive": "static", "threshold_acc": 0.5}
+    settings = {**still, **DRAFTERS["tree"], "threshold_acc": 0.5}
     with Engine(**settings, context_length=256) as engine:
         for output in engine.generate(PROMPTS, FINITE[0], SAMPLINGS[1]):
             assert output.text in TEXTS
@@ -136,7 +134,7 @@ def test_a_wrong_trie_costs_acceptance_alone(
     (wrong,) = make_tries(cuts, TRIE_NODES)
     monkeypatch.setattr(OutputTries, "of", lambda *_: wrong)
     for overlap in OVERLAPS:
-        settings = {**still, **DRAFTERS["tree"], "adaptive": "static", "overlap": overlap}
+        settings = {**still, **DRAFTERS["tree"], "overlap": overlap}
         with Engine(**settings, context_length=256) as engine:
             for sampling, want in zip(SAMPLINGS, plain, strict=True):
                 assert [key(one) for one in answers(engine, sampling)] == [key(x) for x in want]
@@ -149,7 +147,7 @@ def test_where_requests_lose_their_pages(still: dict[str, Any]) -> None:
         want = engine.generate(prompts, grammars, SAMPLINGS[0])
     small = {"max_total_tokens": 288, "page_size": 8, "chunked_prefill_size": 16}
     small["max_running_requests"] = 2
-    with Engine(**still, **DRAFTERS["tree"], adaptive="static", **small) as engine:
+    with Engine(**still, **DRAFTERS["tree"], **small) as engine:
         assert engine.core.budgets.widens
         got = engine.generate(prompts, grammars, SAMPLINGS[0])
         assert engine.snapshot()["pages_in_use"] == 0
@@ -160,7 +158,7 @@ def test_where_requests_lose_their_pages(still: dict[str, Any]) -> None:
 def test_a_text_that_is_deeper_than_the_tree_takes_more(still: dict[str, Any]) -> None:
     """A token of the prefill, fifteen drafts and a bonus, then drafts up to ``max_tokens``."""
     texts = Grammar.choice(["nothing at all, to me", "nothing at all, to it"])
-    with Engine(**still, **DRAFTERS["grammar"], adaptive="static", context_length=256) as engine:
+    with Engine(**still, **DRAFTERS["grammar"], context_length=256) as engine:
         for output in engine.generate(PROMPTS, texts, SAMPLINGS[0]):
             assert output.stats.verifies == 2
             assert output.stats.accepted_drafts == len(output.token_ids) - 2
@@ -172,7 +170,7 @@ def test_a_text_is_followed_through_what_the_drafter_drafted(
 ) -> None:
     """The trie is too large until the drafter's own draft, what is forced, has been accepted."""
     texts = Grammar.choice([f"abcd{x}{y}" for x in "efghijkl" for y in "mnopqrst"])
-    settings = {**still, **DRAFTERS["grammar"], "adaptive": "static", "overlap": overlap}
+    settings = {**still, **DRAFTERS["grammar"], "overlap": overlap}
     with Engine(**settings, context_length=256) as engine:
         stats = engine.generate("abc", texts, SAMPLINGS[0]).stats
     assert stats.verifies == 2
@@ -181,7 +179,7 @@ def test_a_text_is_followed_through_what_the_drafter_drafted(
 
 
 def test_who_takes_no_drafts_gets_none(still: dict[str, Any]) -> None:
-    with Engine(**still, **DRAFTERS["chain"], adaptive="static", context_length=256) as engine:
+    with Engine(**still, **DRAFTERS["chain"], context_length=256) as engine:
         asked = [{**SAMPLINGS[0], "speculate": flag} for flag in (False, True)]
         off, on = engine.generate([PROMPTS[0]] * 2, FINITE[0], asked)
     assert off.token_ids == on.token_ids
@@ -226,7 +224,7 @@ def test_long_texts_are_not_unrolled(pattern: str) -> None:
 
 
 def test_a_language_that_is_too_large_has_no_trie(still: dict[str, Any]) -> None:
-    with Engine(**still, adaptive="static", context_length=256) as engine:
+    with Engine(**still, context_length=256) as engine:
         tries = OutputTries(engine.tokenizer.vocabulary, engine.tokenizer.encode)
         small, large = ([f"{n:04}abcd" for n in range(count)] for count in (80, 400))
         trie = tries.of(Grammar.choice(small))

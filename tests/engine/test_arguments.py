@@ -1,7 +1,5 @@
 """What generate takes: fields of sampling as keywords, types as grammars, and what is not known."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The asyncio face: the engine in a process of its own gives what the engine in this one gives."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -14,12 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from overlap_spec import AsyncEngine, Engine, Generator, Grammar, SamplingParams
-from overlap_spec.errors import (
-    EngineUnavailable,
-    GrammarError,
-    InvalidRequest,
-    QueueFull,
-)
+from overlap_spec.errors import EngineUnavailable, GrammarError, InvalidRequest, QueueFull
 from overlap_spec.ipc import messages
 from overlap_spec.ipc.client import EngineClient
 from overlap_spec.types import Request, Verdict
@@ -45,7 +38,7 @@ def runner() -> Iterator[asyncio.Runner]:
 def engine(tiny: dict[str, str], runner: asyncio.Runner) -> Iterator[AsyncEngine]:
     # One draft length has little to record, at each start of its process.
     made = AsyncEngine(
-        **tiny, context_length=200, num_steps=3, adaptive="static",
+        **tiny, context_length=200, num_steps=3,
         max_running_requests=4, max_queued_requests=4,
     )  # fmt: skip
     runner.run(made.start())
@@ -264,7 +257,7 @@ def test_a_long_folder_for_temporary_files_is_no_fault(
     monkeypatch.setattr(tempfile, "tempdir", str(long))
 
     async def work() -> None:
-        async with AsyncEngine(**tiny, context_length=200, adaptive="static") as engine:
+        async with AsyncEngine(**tiny, context_length=200) as engine:
             assert (await engine.generate("when", DATE)).finish_reason == "stop"
 
     run(runner, work())

@@ -1,7 +1,5 @@
 """Best-effort outputs are validated at their end, beside the steps and within limits."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The bombs that a server refuses do no more harm to an engine in Python."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +11,6 @@ from overlap_spec.engine import Engine
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output, SamplingParams
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 SHORT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -40,7 +37,6 @@ BOMBS: dict[str, Bomb] = {
         ),
     ),
 }  # fmt: skip
-pytestmark = needs_weights
 
 
 @pytest.fixture(scope="module")

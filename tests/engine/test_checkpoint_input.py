@@ -1,10 +1,6 @@
 """Checkpoints are input: what is wrong in one ends in one line that names it, and soon."""
 
-from __future__ import annotations
-
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -79,17 +75,6 @@ def test_what_is_wrong_is_named_at_once(folder: Path, name: str) -> None:
     assert time.thread_time() - start < 2
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 800
-
-
-@pytest.mark.ci
-def test_the_command_ends_in_one_line(folder: Path) -> None:
-    change(CONFIG, hidden_size=10**9)(folder)
-    for words in (["serve", "--port", "0"], ["generate", "hi"]):
-        command = [sys.executable, "-m", "overlap_spec", *words, "--model", str(folder)]
-        done = subprocess.run(command, capture_output=True, timeout=60, check=False)
-        assert done.returncode == 2
-        (line,) = done.stderr.decode().splitlines()
-        assert line.startswith("error: config.json: hidden_size")
 
 
 def test_a_good_one_is_fine(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """Whole choices weighed in one pass: as scoring each text by itself, and chosen by that."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any
@@ -18,7 +16,6 @@ from overlap_spec.grammar.drafting.token_trie import make_tries
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import ChoiceProbability, Output
 from overlap_spec.worker.extras import choices
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 TEXTS = ["car", "carpet", "cat", "c", "dog", "über", "no, thanks", "nothing at all"]
@@ -70,7 +67,7 @@ def test_in_a_mixed_batch_as_by_itself(
     asked = Grammar.choice(TEXTS, probabilities=True)
     chosen = Grammar.choice(TEXTS, probabilities=True, faithful=True)
     grammars = [asked, None, chosen, PERSON, Grammar.choice(TEXTS)]
-    settings = {**still, **DRAFTERS[drafter], "adaptive": "static", "overlap": overlap}
+    settings = {**still, **DRAFTERS[drafter], "overlap": overlap}
     with Engine(**settings, context_length=256) as engine:
         for prompt in PROMPTS:
             alone = [engine.generate(prompt, grammar, GREEDY) for grammar in grammars]
@@ -87,7 +84,6 @@ def test_in_a_mixed_batch_as_by_itself(
         assert engine.snapshot()["drafter"]["faults"] == 0
 
 
-@needs_weights
 def test_texts_of_several_tokens_equal_transformers() -> None:
     from transformers import AutoModelForCausalLM
 
@@ -114,7 +110,7 @@ def test_several_passes_weigh_as_one_does(
     found: list[tuple[ChoiceProbability, ...]] = []
     for nodes in (256, 14):
         monkeypatch.setattr(choices, "PASS_NODES", nodes)
-        with Engine(**still, adaptive="static", context_length=256) as engine:
+        with Engine(**still, context_length=256) as engine:
             handle = engine.submit(PROMPTS[0], grammar, GREEDY)
             assert passes(engine) == (1 if nodes == 256 else 4)
             while handle.output is None:
@@ -131,7 +127,7 @@ def test_others_get_tokens_while_many_texts_are_weighed(
     monkeypatch.setattr(choices, "PASS_NODES", 14)
     texts = [f"{first}{second}" for first in "abcdefgh" for second in "ijklmnop"]
     grammar = Grammar.choice(texts, probabilities=True, faithful=True)
-    settings = {**still, "adaptive": "static", "context_length": 256, "chunked_prefill_size": 16}
+    settings = {**still, "context_length": 256, "chunked_prefill_size": 16}
     with Engine(**settings) as engine:
         waits = engine.submit(PROMPTS[0], grammar, GREEDY)
         tries = passes(engine)
@@ -164,7 +160,7 @@ def test_who_leaves_while_its_texts_are_weighed_leaves_them_to_the_next(
 ) -> None:
     monkeypatch.setattr(choices, "PASS_NODES", 14)
     grammar = Grammar.choice([f"{a}{b}" for a in "abcdef" for b in "ghijkl"], probabilities=True)
-    with Engine(**still, adaptive="static", context_length=256) as engine:
+    with Engine(**still, context_length=256) as engine:
         want = engine.generate(PROMPTS[0], grammar, GREEDY)
         first, second = (engine.submit(PROMPTS[0], grammar, GREEDY) for _ in range(2))
         for _ in range(3):
@@ -205,7 +201,7 @@ def test_draws_have_the_distribution_of_whole_texts(
     """Against brute force: every text's own score, to the power of 1 / temperature."""
     count = 400
     asked = [{"temperature": 1, "max_tokens": 24, "seed": n, **sampling} for n in range(count)]
-    with Engine(**still, adaptive="static", max_running_requests=32, context_length=128) as engine:
+    with Engine(**still, max_running_requests=32, context_length=128) as engine:
         ids = engine.tokenizer.chat([{"role": "user", "content": PROMPTS[1]}])
         stops, encode = sorted(engine.tokenizer.eos_ids), engine.tokenizer.encode
         # Nearly as probable as each other, or most would never be drawn.
@@ -234,10 +230,10 @@ def test_draws_have_the_distribution_of_whole_texts(
 def test_with_a_cache_that_holds_few_requests(still: dict[str, Any]) -> None:
     grammar = Grammar.choice(TEXTS, probabilities=True)
     prompts = [f"{n} {PROMPTS[0]}" for n in range(9)]
-    with Engine(**still, adaptive="static", context_length=256) as engine:
+    with Engine(**still, context_length=256) as engine:
         want = engine.generate(prompts, grammar, GREEDY)
     small = {"max_total_tokens": 256, "page_size": 8, "chunked_prefill_size": 16}
-    with Engine(**still, adaptive="static", context_length=256, **small) as engine:
+    with Engine(**still, context_length=256, **small) as engine:
         got = engine.generate(prompts, grammar, GREEDY)
         assert engine.snapshot()["pages_in_use"] == 0
     for one, other in zip(want, got, strict=True):
@@ -248,7 +244,7 @@ def test_with_a_cache_that_holds_few_requests(still: dict[str, Any]) -> None:
 
 def test_what_cuts_a_faithful_choice(still: dict[str, Any]) -> None:
     grammar = Grammar.choice(["carpet", "carpet seller"], faithful=True)
-    with Engine(**still, adaptive="static", context_length=256) as engine:
+    with Engine(**still, context_length=256) as engine:
         cut = engine.generate("abc", grammar, {"max_tokens": 3, "temperature": 0})
         stopped = engine.generate("abc", grammar, {**GREEDY, "stop": "pe"})
         told = engine.generate("abc", grammar, {**GREEDY, "origins": True})
@@ -270,7 +266,7 @@ def test_what_cannot_be_weighed_is_refused(still: dict[str, Any]) -> None:
         with pytest.raises(GrammarError, match=f"{name} must be true or false"):
             Grammar.choice(["a"], **{name: 1})
     faithful = Grammar.choice(["a", "b"], faithful=True)
-    with Engine(**still, adaptive="static", context_length=64) as engine:
+    with Engine(**still, context_length=64) as engine:
         for name, value in {
             "logprobs": 2,
             "logit_bias": {5: 1.0},

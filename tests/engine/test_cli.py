@@ -1,14 +1,12 @@
 """The command line's flags: one definition of the engine's for every command."""
 
-from __future__ import annotations
-
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import typer.main
 
-from overlap_spec.cli import app, main
+from overlap_spec.cli import app
 from overlap_spec.cli.flags import ENGINE_FLAGS, SERVER_FLAGS, SERVING_ENGINE_FLAGS
 from overlap_spec.config import EngineConfig, helps
 from overlap_spec.server.settings import ServerSettings
@@ -52,10 +50,8 @@ def test_every_flag_of_the_settings_has_a_panel_and_its_short_name_first(command
 
 
 def test_a_checkpoints_own_code_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Callable[[str], tuple[int, str, str]],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["overlap-spec", "serve", "--trust-remote-code"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "--trust-remote-code: no code from a checkpoint is ever run" in capsys.readouterr().err
+    code, _, told = run("serve --trust-remote-code")
+    assert code == 2
+    assert "--trust-remote-code: no code from a checkpoint is ever run" in told

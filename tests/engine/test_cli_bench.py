@@ -1,7 +1,5 @@
 """``overlap-spec bench``: figures of any server with OpenAI's API, by the command alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.cli import main
 from tests.support.serving import shared_server
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,25 +78,7 @@ def bench(tmp_path: Path, *arguments: str, **more: str) -> subprocess.CompletedP
     )
 
 
-Here = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    """The command in this process: its status, and what it printed on either stream."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["overlap-spec", "bench", *arguments])
-        try:
-            main()
-            status = 0
-        except SystemExit as ended:
-            status = int(ended.code or 0)
-        return status, *capsys.readouterr()
-
-    return run
-
-
+Run = Callable[[str], tuple[int, str, str]]
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
@@ -116,7 +94,6 @@ def write_data(tmp_path: Path) -> str:
 
 
 @pytest.mark.ci
-@needs_weights
 def test_our_server_twice(tmp_path: Path) -> None:
     url = shared_server().url
     flags = ("--requests", "6", "--clients", "2", "--repetitions", "2", "--mode", "both")
@@ -159,45 +136,45 @@ def test_another_server_that_breaks_its_schemas(
         }  # fmt: skip
 
 
-def test_faults_of_a_server_are_told(here: Here, other: tuple[type[Other], str]) -> None:
+def test_faults_of_a_server_are_told(run: Run, other: tuple[type[Other], str]) -> None:
     kind, url = other
-    few = ("--url", url, "--requests", "2", "--clients", "1", "--workload", "free")
+    few = f"bench --url {url} --requests 2 --clients 1 --workload free"
     kind.usage = False
-    status, _, told = here(*few)
+    status, _, told = run(few)
     assert (status, "without usage" in told) == (1, True)
     kind.key = "secret"
-    status, _, told = here(*few)
+    status, _, told = run(few)
     assert (status, "401" in told) == (1, True)
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ((), "--url"),
-        (("--url", "localhost:1"), "--url must be http://"),
-        (("--url", "http://a", "--url", "http://a"), "two servers of one name"),
-        (("--url", "http://127.0.0.1:9"), "--url: ConnectError"),
-        (("--url", "http://a", "--mode", "x"), "mode must be one of closed, open, both"),
-        (("--url", "http://a", "--workload", "x"), "workload must be one of"),
-        (("--url", "http://a", "--clients", "0"), "clients must be over 0"),
-        (("--url", "http://a", "--requests", "0"), "requests must be over 0"),
-        (("--url", "http://a", "--data", "none.jsonl"), "none.jsonl holds no schemas"),
+        ("", "--url"),
+        ("--url localhost:1", "--url must be http://"),
+        ("--url http://a --url http://a", "two servers of one name"),
+        ("--url http://127.0.0.1:9", "--url: ConnectError"),
+        ("--url http://a --mode x", "mode must be one of closed, open, both"),
+        ("--url http://a --workload x", "workload must be one of"),
+        ("--url http://a --clients 0", "clients must be over 0"),
+        ("--url http://a --requests 0", "requests must be over 0"),
+        ("--url http://a --data none.jsonl", "none.jsonl holds no schemas"),
     ],
 )
-def test_faults_of_use_are_told(here: Here, flags: tuple[str, ...], words: str) -> None:
-    status, _, told = here(*flags)
+def test_faults_of_use_are_told(run: Run, flags: str, words: str) -> None:
+    status, _, told = run(f"bench {flags}")
     assert status == 2
     assert words in told
 
 
 def test_urls_are_told_whole_and_take_no_room_of_the_figures(
-    here: Here, other: tuple[type[Other], str], monkeypatch: pytest.MonkeyPatch
+    run: Run, other: tuple[type[Other], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs, url = other
     theirs.answers = ('{"name":"Anna"}',)
     named = url.replace("127.0.0.1", "localhost")
     monkeypatch.setenv("COLUMNS", "80")
-    _, told, _ = here("--url", url, "--url", f"theirs={named}", "--requests", "8")
+    _, told, _ = run(f"bench --url {url} --url theirs={named} --requests 8")
     first, *rest = told.splitlines()
     assert first == f"server 1: {url}"
     assert sum("theirs" in line for line in rest) == 1

@@ -1,7 +1,5 @@
 """What the commands do, run as a user runs them."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import io
@@ -9,13 +7,12 @@ import json
 import logging
 import os
 import resource
-import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -25,7 +22,7 @@ import pytest
 from rich.console import Console
 from starlette.types import Receive, Scope, Send
 
-from overlap_spec import Engine, Grammar, SamplingParams, __version__, cli
+from overlap_spec import Engine, Grammar, SamplingParams, __version__
 from overlap_spec.cli.batch import settled
 from overlap_spec.cli.chat import Chat
 from overlap_spec.cli.profile import costs, in_units, verdict
@@ -35,37 +32,34 @@ from overlap_spec.doctor import cpu_features, memory
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.speculation.cost import CostModel
 
+Run = Callable[[str], tuple[int, str, str]]
 SCHEMA = '{"type":"array","items":{"type":"integer","minimum":0,"maximum":9},"maxItems":4}'
 
 
 @pytest.fixture
 def model(tiny: dict[str, Any]) -> str:
     """Flags of a small random model."""
-    return f"--model {tiny['model']} --draft {tiny['draft']}"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, command: str) -> int:
-    """Run a command line in this process; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["overlap-spec", *shlex.split(command)])
-    try:
-        cli.main()
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
+    return f"--model {tiny['model']} --draft {tiny['draft']} --adaptive static"
 
 
 @pytest.mark.parametrize("prompt", ["", "-"])
 def test_an_empty_standard_input_is_no_prompt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+    monkeypatch: pytest.MonkeyPatch, run: Run, prompt: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
-    assert run(monkeypatch, f"generate {prompt}") != 0
-    assert "standard input is empty" in " ".join(capsys.readouterr().err.split())
+    code, _, told = run(f"generate {prompt}")
+    assert code != 0
+    assert "standard input is empty" in " ".join(told.split())
 
 
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--version") == 0
-    assert capsys.readouterr().out == f"overlap-spec {__version__}\n"
+def test_an_unknown_flag_is_named_with_what_was_meant(run: Run) -> None:
+    code, _, told = run("serve --prot 1")
+    assert code == 2
+    assert "No such option: --prot (Possible options: " in told
+
+
+def test_version(run: Run) -> None:
+    assert run("--version") == (0, f"overlap-spec {__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -85,28 +79,26 @@ def test_shells_complete_commands_and_values(typed: str, offered: str) -> None:
     assert done.stdout.split() == [offered], done.stderr
 
 
-def test_generate_reads_files_and_writes_one(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_generate_reads_files_and_writes_one(model: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("count")
     (tmp_path / "schema.json").write_text(SCHEMA)
     files = f"--prompt-file {tmp_path}/prompt.txt --schema {tmp_path}/schema.json"
     sampling = "--temperature 1.5 --top-p 0.95 --top-k 50 --min-p 0.01 --seed 5 --max-tokens 40"
     command = f"generate {files} {sampling} --system brief {model} --n 3 --stats"
-    assert run(monkeypatch, f"{command} --output {tmp_path}/out.txt") == 0
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 3
+    code, out, err = run(f"{command} --output {tmp_path}/out.txt")
+    assert (code, out, len(err.splitlines())) == (0, "", 3)
     lines = (tmp_path / "out.txt").read_text().splitlines()
     assert len(lines) == 3
     assert len(set(lines)) > 1, "seeds count up"
     for line in lines:
         assert all(0 <= value <= 9 for value in json.loads(line))
-    assert run(monkeypatch, f"{command}".replace("--n 3", "--n 1")) == 0
-    assert capsys.readouterr().out.splitlines() == lines[:1]
+    code, out, _ = run(command.replace("--n 3", "--n 1"))
+    assert (code, out.splitlines()) == (0, lines[:1])
 
 
-def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_streams_to_a_terminal(
+    model: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each piece is flushed before the next comes."""
 
     class Terminal(io.StringIO):
@@ -122,7 +114,7 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
 
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    assert run(monkeypatch, f"generate go --regex [a-z]{{40}} {model}") == 0
+    assert run(f"generate go --regex [a-z]{{40}} {model}")[0] == 0
     texts = list(dict.fromkeys(screen.flushed))
     assert len(texts) > 5
     assert all(screen.getvalue().startswith(text) for text in texts)
@@ -155,16 +147,17 @@ def test_generate_streams_to_a_terminal(model: str, monkeypatch: pytest.MonkeyPa
         ("generate go --speculative-algorithm medusa {model}", "must be one of"),
         ("batch {tmp}/none.jsonl out.jsonl", "none.jsonl: no such file"),
         ("serve a --model b", "name the model once"),
+        ("serve --port 99999", "port must be between 0 and 65535: 99999"),
+        ("serve --config /nonexistent.yaml", "--config /nonexistent.yaml: "),
+        ("serve --tool-call-parser nonesuch", "unknown tool format 'nonesuch'; known are: "),
+        ("serve --reasoning-parser nonesuch", "unknown reasoning parser 'nonesuch'"),
+        ("serve --whitespace lots", "whitespace must be compact, bounded or an indent"),
+        ("serve --log-level loud", "log_level must be one of debug, info, warning, error"),
         ("train --target {tmp} --data x.jsonl --out {tmp}/out", "not a Hugging Face checkpoint"),
     ],
 )  # fmt: skip
 def test_faults_of_the_command_line_are_one_line(
-    command: str,
-    words: str,
-    model: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    command: str, words: str, model: str, run: Run, tmp_path: Path
 ) -> None:
     (tmp_path / "bad.json").write_text('{"type":"array","items":{"type":"integr"}}')
     (tmp_path / "behind.json").write_text('{"type":"string","pattern":"(?<=a)b"}')
@@ -173,10 +166,9 @@ def test_faults_of_the_command_line_are_one_line(
     fill = {"{tmp}": str(tmp_path), "{model}": model}
     for name, value in fill.items():
         command, words = command.replace(name, value), words.replace(name, value)
-    assert run(monkeypatch, command) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    (line,) = printed.err.splitlines()
+    code, out, err = run(command)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
     assert line.startswith("error: ")
     assert words in line
 
@@ -186,26 +178,20 @@ def test_a_schema_of_one_word_is_no_file(text: str, schema: bool) -> None:
     assert ConstraintFlags(schema=text).grammar(None) == Grammar.json_schema(schema)
 
 
-def test_a_trace_that_cannot_be_written_is_one_line(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_trace_that_cannot_be_written_is_one_line(model: str, run: Run, tmp_path: Path) -> None:
     trace = tmp_path / "no" / "trace.json"
-    assert run(monkeypatch, f"generate go {model} --max-tokens 2 --trace {trace}") == 2
-    assert capsys.readouterr().err == f"error: --trace {trace}: no such file or directory\n"
+    code, _, told = run(f"generate go {model} --max-tokens 2 --trace {trace}")
+    assert (code, told) == (2, f"error: --trace {trace}: no such file or directory\n")
 
 
-def test_a_taken_port_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny: dict[str, Any]
-) -> None:
+def test_a_taken_port_is_one_line(run: Run, tiny: dict[str, Any]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert run(monkeypatch, f"serve {tiny['model']} --port {port}") == 2
-    printed = capsys.readouterr()
-    assert printed.err == (
-        f"error: port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
-    )
+        code, _, told = run(f"serve {tiny['model']} --port {port}")
+    assert code == 2
+    assert told == f"error: port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
 
 
 def line(name: Any, body: Any = None, **more: Any) -> str:
@@ -222,9 +208,7 @@ def results(path: Path) -> dict[str | None, list[dict[str, Any]]]:
     return found
 
 
-def test_batch(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_batch(model: str, run: Run, tmp_path: Path) -> None:
     asked, told = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     chat = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 4, "seed": 1}
     lines = [
@@ -242,9 +226,10 @@ def test_batch(
         "",
     ]
     asked.write_text("\n".join(lines))
-    command = f"batch {asked} {told} {model} --max-running-requests 2 --adaptive static"
-    assert run(monkeypatch, command) == 1
-    assert "13 answered, 9 failed" in capsys.readouterr().out
+    command = f"batch {asked} {told} {model} --max-running-requests 2"
+    code, out, _ = run(command)
+    assert code == 1
+    assert "13 answered, 9 failed" in out
     found = results(told)
     assert found["whole"][0]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
     good = [name for name in found if name == "whole" or str(name).startswith("text")]
@@ -269,7 +254,7 @@ def test_batch(
 
 
 def test_a_full_disk_stops_a_batch_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, run: Run, tmp_path: Path
 ) -> None:
     most = 20_000
 
@@ -291,18 +276,15 @@ def test_a_full_disk_stops_a_batch_in_one_line(
     monkeypatch.setattr(import_module("overlap_spec.cli.batch"), "application", application)
     asked, told = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     asked.write_text("".join(line(f"text{number}") + "\n" for number in range(20)))
-    assert run(monkeypatch, f"batch {asked} {told}") == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == (
-        f"error: {told}: file too large; make room, and the same command goes on\n"
-    )
+    error = f"error: {told}: file too large; make room, and the same command goes on\n"
+    assert run(f"batch {asked} {told}") == (2, "", error)
     assert told.stat().st_size == most
     # With room, the same command asks for the rest.
     most = 2**20
     kept = len(told.read_text().splitlines()) - 1
-    assert run(monkeypatch, f"batch {asked} {told}") == 0
-    assert f"{20 - kept} answered, 0 failed, {kept} were there" in capsys.readouterr().out
+    code, out, _ = run(f"batch {asked} {told}")
+    assert code == 0
+    assert f"{20 - kept} answered, 0 failed, {kept} were there" in out
     assert sorted(results(told), key=str) == sorted(f"text{number}" for number in range(20))
 
 
@@ -467,29 +449,27 @@ def test_doctor_reads_processor_and_memory(tmp_path: Path) -> None:
     assert memory(tmp_path / "mem").startswith("unknown")
 
 
-def test_doctor_ends_with_1_where_something_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "doctor --model /nonexistent") == 1
-    told = capsys.readouterr().out
+def test_doctor_ends_with_1_where_something_is_missing(run: Run) -> None:
+    code, told, _ = run("doctor --model /nonexistent")
+    assert code == 1
     for name in ("llguidance", "outlines-core", "cpu features", "memory"):
         assert name in told
     assert "to mend:\ntarget weights: " in told
 
 
-def test_doctor_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_says_what_to_do(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     from overlap_spec import doctor
 
     monkeypatch.setattr(doctor, "libraries", lambda: ["torch", "nonesuch"])
-    assert run(monkeypatch, "doctor") == 1
-    assert "to mend:\nnonesuch: not installed: pip install nonesuch" in capsys.readouterr().out
+    code, told, _ = run("doctor")
+    assert code == 1
+    assert "to mend:\nnonesuch: not installed: pip install nonesuch" in told
     monkeypatch.setattr(doctor, "libraries", list)
     monkeypatch.setattr(doctor, "_device", list)
     monkeypatch.setattr(doctor, "_weights", lambda *_: [])
-    assert run(monkeypatch, "doctor") == 0
-    assert "all is fine; try: overlap-spec generate" in capsys.readouterr().out
+    code, told, _ = run("doctor")
+    assert code == 0
+    assert "all is fine; try: overlap-spec generate" in told
 
 
 def test_a_profile_is_told_in_units_and_with_a_verdict() -> None:

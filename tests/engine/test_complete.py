@@ -1,7 +1,5 @@
 """Outputs under a grammar come to their end within their tokens; thinking within its budget."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -43,7 +41,7 @@ def engine(tiny: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Eng
     }
     if algorithm != "eagle3":
         settings["draft"] = None
-    with Engine(**settings, adaptive="static", overlap=mode) as made:
+    with Engine(**settings, overlap=mode) as made:
         yield made
 
 

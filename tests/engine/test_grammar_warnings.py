@@ -1,17 +1,15 @@
 """A format that nobody knows is told, wherever an output is."""
 
-from __future__ import annotations
-
 import json
-import sys
+import shlex
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from overlap_spec import Engine, cli
+from overlap_spec import Engine
 from overlap_spec.grammar import Grammar
 from tests.support.serving import shared_server
-from tests.support.skips import needs_weights
 
 SCHEMA = {"enum": ["a"], "format": "sku"}
 TOLD = ("$: format 'sku' is not known, so it is not enforced",)
@@ -74,24 +72,14 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_command_line_tells_it(
-    tiny: dict[str, str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tiny: dict[str, str], run: Callable[[str], tuple[int, str, str]], name: str
 ) -> None:
     schema, flags, text, _, status, told = CASES[name]
     flags = ["--model", tiny["model"], "--draft", tiny["draft"], *flags, "--schema"]
-    monkeypatch.setattr(sys, "argv", ["overlap-spec", "generate", "x", *flags, json.dumps(schema)])
-    found = 0
-    try:
-        cli.main()
-    except SystemExit as ended:
-        found = int(ended.code or 0)
-    printed = capsys.readouterr()
-    assert (found, printed.out, printed.err) == (status, f"{text}\n", told)
+    asked = shlex.join(["generate", "x", *flags, json.dumps(schema)])
+    assert run(asked) == (status, f"{text}\n", told)
 
 
-@needs_weights
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("name", CASES)

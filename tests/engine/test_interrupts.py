@@ -1,7 +1,5 @@
 """What comes from outside in the middle of a call: Ctrl-C, a fork, a stream that nobody reads."""
 
-from __future__ import annotations
-
 import gc
 import random
 import signal
@@ -68,7 +66,7 @@ def pressed(first_s: float, again_s: float) -> Iterator[None]:
 
 
 def build(tiny: dict[str, Any], **settings: Any) -> Engine:
-    return Engine(**tiny, context_length=450, adaptive="static", num_steps=3, **settings)
+    return Engine(**tiny, context_length=450, num_steps=3, **settings)
 
 
 @pytest.mark.parametrize("overlap", few(("none", "double-sync", "once-sync"), "once-sync"))

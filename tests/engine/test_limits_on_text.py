@@ -1,7 +1,5 @@
 """What ends a text or keeps tokens out of it: the same with drafts and in pieces as without."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,13 +17,7 @@ SEEDS: list[dict[str, Any]] = [{"seed": seed} for seed in range(4)]
 
 @pytest.fixture(scope="module", params=few(("none", "once-sync"), "once-sync"))
 def engine(tiny: dict[str, str], request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with Engine(
-        **tiny,
-        num_steps=3,
-        eagle_topk=2,
-        adaptive="static",
-        overlap=request.param,
-    ) as made:
+    with Engine(**tiny, num_steps=3, eagle_topk=2, overlap=request.param) as made:
         yield made
 
 

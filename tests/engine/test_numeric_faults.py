@@ -1,7 +1,5 @@
 """A request whose logits are no numbers ends alone: what it shares with others stays as it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

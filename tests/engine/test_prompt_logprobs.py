@@ -1,7 +1,5 @@
 """Log-probabilities of prompts: those of transformers, however the prompt is computed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -30,7 +28,7 @@ CLOSE = 1e-4
 @pytest.fixture(scope="module")
 def still(tiny: dict[str, Any]) -> dict[str, Any]:
     """No deadline: a busy machine must not fail a test."""
-    return {**tiny, "mask_deadline_ms": None, "adaptive": "static", "chunked_prefill_size": 48}
+    return {**tiny, "mask_deadline_ms": None, "chunked_prefill_size": 48}
 
 
 def prompt(length: int, seed: int) -> list[int]:

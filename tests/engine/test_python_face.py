@@ -21,7 +21,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{
 
 @pytest.fixture(scope="module")
 def engine(tiny: dict[str, str]) -> Iterator[Engine]:
-    with Engine(**tiny, num_steps=3, adaptive="static") as made:
+    with Engine(**tiny, num_steps=3) as made:
         yield made
 
 
@@ -38,22 +38,16 @@ def prompt(engine: Engine, messages: Any, **more: Any) -> tuple[int, ...]:
         ({"role": "user", "content": None}, "messages[1].content", "no content"),
         ({"role": "user", "content": 7}, "messages[1].content", "7 is not text"),
         ({"role": "user", "content": "go", "contents": ""}, "messages[1].contents", "unknown"),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
-            "messages[1].content[0].type",
-            "only text is read",
-        ),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "messages[1].content[0].type", "only text is read"),
         ({"role": "user", "content": ["go"]}, "messages[1].content[0]", "not a part"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text", "text"),
         ({"role": "assistant"}, "messages[1].content", "no content or tool_calls"),
         ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[1].tool_calls", "unk"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]},
-            "messages",
-            "tool_calls[0].function.arguments is not the text",
-        ),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]},
+            "messages", "tool_calls[0].function.arguments is not the text"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_message_is_named(engine: Engine, message: Any, place: str, said: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         engine.generate([SAID, message])
@@ -109,16 +103,10 @@ def test_a_function_is_a_tool(engine: Engine) -> None:
     function = {
         "name": "set_light",
         "description": "Sets the light of a room.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "room": {"enum": ["hall", "attic"], "title": "Room", "type": "string"},
-                "level": {"title": "Level", "type": "integer", "default": 3},
-            },
-            "required": ["room"],
-            "additionalProperties": False,
-        },
-    }
+        "parameters": {"type": "object", "properties": {"room": {"enum": ["hall", "attic"],
+            "title": "Room", "type": "string"}, "level": {"title": "Level", "type": "integer",
+            "default": 3}}, "required": ["room"], "additionalProperties": False},
+    }  # fmt: skip
     tool = {"type": "function", "function": function}
     for choice in ("auto", "required"):
         made, wanted = (Grammar.tools([each], choice=choice) for each in (set_light, tool))

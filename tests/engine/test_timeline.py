@@ -1,7 +1,5 @@
 """The timeline: what is kept, what is measured, and its trace."""
 
-from __future__ import annotations
-
 import json
 import threading
 from functools import partial

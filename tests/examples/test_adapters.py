@@ -1,7 +1,5 @@
 """The examples of grammars in other libraries."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 
@@ -20,6 +18,7 @@ def test_with_transformers() -> None:
         jsonschema.validate(value, example.PERSON)
 
 
+@pytest.mark.ci
 def test_with_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", llama_cpp)
     example = importlib.import_module("examples.with_llama_cpp")

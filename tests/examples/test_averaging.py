@@ -1,7 +1,5 @@
 """Means of targets' weights."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

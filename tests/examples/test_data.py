@@ -1,7 +1,5 @@
 """The training mixture: texts by grammar, questions about them, fillers, sums, tool turns."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter
@@ -10,12 +8,7 @@ from random import Random
 import jsonschema
 
 from examples.embedded_model.clauses import Composer, all_clauses
-from examples.embedded_model.data import (
-    chat,
-    held_out_cases,
-    held_out_choices,
-    tools_text,
-)
+from examples.embedded_model.data import chat, held_out_cases, held_out_choices, tools_text
 from examples.embedded_model.fillers import word_lists
 from examples.embedded_model.mixed import WideCases
 from examples.embedded_model.sums import Sums

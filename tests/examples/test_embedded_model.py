@@ -1,7 +1,5 @@
 """How the embedded model is made: templates, cases, tokenizer, and small trainings that resume."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -41,7 +39,6 @@ from examples.embedded_model.target import (
 )
 from examples.embedded_model.templates import library
 from examples.embedded_model.tokenizer import corpus, save_tokenizer, train_tokenizer
-from overlap_spec.models.config import ModelConfig
 from overlap_spec.models.decoder import Decoder
 from overlap_spec.models.vocabulary import map_vocabulary
 from overlap_spec.models.weights import load_decoder, load_eagle3
@@ -164,11 +161,6 @@ def test_processes_write_the_batches_of_their_seeds(tokenizer):
     assert not torch.equal(later.next().tokens, made[0][0].tokens)
     assert later.taken == 7
     later.close()
-
-
-def make_target(tokenizer: Tokenizer, config: ModelConfig, steps: int) -> TargetTrainer:
-    recipe = TargetRecipe(compile=False)
-    return TargetTrainer(new_target(config, 1), stream(tokenizer), recipe, Budget(steps=steps))
 
 
 class Given:

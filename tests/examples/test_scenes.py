@@ -1,7 +1,5 @@
 """Scenes to train on, and the sentences of open domains that are kept from training."""
 
-from __future__ import annotations
-
 import json
 import re
 from random import Random
@@ -11,11 +9,7 @@ import jsonschema
 from bench.embedded import open_cases
 from examples.embedded_model.data import DocumentMaker
 from examples.embedded_model.mixed import with_articles
-from examples.embedded_model.scenes import (
-    SceneCases,
-    all_scenes,
-    kept_out_grams,
-)
+from examples.embedded_model.scenes import SceneCases, all_scenes, kept_out_grams
 from examples.embedded_model.templates import fresh_library, library
 
 

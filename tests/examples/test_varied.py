@@ -1,7 +1,5 @@
 """Texts for training alone: free word order, labels, facts that are true or not; nothing leaks."""
 
-from __future__ import annotations
-
 import hashlib
 from random import Random
 

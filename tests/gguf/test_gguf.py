@@ -1,8 +1,6 @@
 """GGUF files against the package's own dequantiser, the same weights from safetensors, and the
 tokenizers that they were made of."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,7 +24,6 @@ from overlap_spec.models.tensors import grid_names, read_tensors
 from overlap_spec.models.weights import load_decoder
 from overlap_spec.tokenizer import Tokenizer
 from tests.support.models import Cache, reference
-from tests.support.skips import needs_weights
 
 gguf = pytest.importorskip("gguf")
 
@@ -277,7 +274,6 @@ def test_a_byte_level_tokenizer_comes_from_the_file(pre: str, tmp_path: Path) ->
         assert own.encode(text).ids == wanted(text).input_ids, text
 
 
-@needs_weights
 def test_an_engine_reads_the_file(tmp_path: Path) -> None:
     """The same tokens from the same prompt's ids, and the template and stop tokens of the file."""
     from bench.backends.gguf_file import write_gguf

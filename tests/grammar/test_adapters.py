@@ -1,7 +1,5 @@
 """Grammars in `transformers`' generation and in llama-cpp-python's."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

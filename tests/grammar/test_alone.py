@@ -1,7 +1,5 @@
 """Grammars by themselves: no torch, neither at import nor for masks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

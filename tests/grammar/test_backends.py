@@ -1,7 +1,5 @@
 """All backends give the same masks as the reference backend, on random grammars."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

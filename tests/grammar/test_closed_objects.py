@@ -1,7 +1,5 @@
 """Objects that name members have no others by default, unless their schema says of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cache
@@ -78,40 +76,26 @@ A_IS_1 = obj("a", a={"const": 1})
 # Ways to be valid: the names that a closed schema then takes, and when.
 CLOSED: dict[str, tuple[Any, list[tuple[str, Any]]]] = {
     "allOf": ({"allOf": [obj(a=INT), obj(b=INT)]}, [("ab", True)]),
-    "ref": (
-        {"$ref": "#/$defs/base", **obj(b=STR), "$defs": {"base": obj("a", a=INT)}},
-        [("ab", True)],
-    ),
+    "ref": ({"$ref": "#/$defs/base", **obj(b=STR), "$defs": {"base": obj("a", a=INT)}},
+        [("ab", True)]),
     "required beside": (obj("c", a=INT), [("ac", True)]),
-    "anyOf": (
-        {"anyOf": [obj("a", a=INT), obj("b", b=INT)], **obj(c=STR)},
-        [("ac", True), ("bc", True)],
-    ),
-    "anyOf with all": (
-        {"anyOf": [{}, obj("b", b=INT)], **obj(c=STR)},
-        [("c", True), ("bc", obj("b", b=INT))],
-    ),
+    "anyOf": ({"anyOf": [obj("a", a=INT), obj("b", b=INT)], **obj(c=STR)},
+        [("ac", True), ("bc", True)]),
+    "anyOf with all": ({"anyOf": [{}, obj("b", b=INT)], **obj(c=STR)},
+        [("c", True), ("bc", obj("b", b=INT))]),
     "oneOf": ({"oneOf": [obj("a", a=INT), obj("b", b=INT)]}, [("a", True), ("b", True)]),
-    "if": (
-        {"if": A_IS_1, "then": obj(b=INT), "else": obj("c", c=INT), "type": "object"},
-        [("ab", A_IS_1), ("ac", {"not": A_IS_1})],
-    ),
+    "if": ({"if": A_IS_1, "then": obj(b=INT), "else": obj("c", c=INT), "type": "object"},
+        [("ab", A_IS_1), ("ac", {"not": A_IS_1})]),
     "not": ({**obj(a=INT), "not": obj("b", b=INT)}, [("a", True)]),
-    "dependentRequired": (
-        {**obj(a=INT), "dependentRequired": {"a": ["c"]}},
-        [("a", {"maxProperties": 0}), ("ac", {"required": ["c"]})],
-    ),
-    "dependentSchemas": (
-        {**obj(a=INT, b=INT), "dependentSchemas": {"a": obj(c=INT)}},
-        [("b", True), ("abc", {"required": ["a"]})],
-    ),
-    "unevaluated items": (
-        {**obj(a=INT), "allOf": [obj(b=INT)], "unevaluatedItems": False},
-        [("ab", True)],
-    ),
+    "dependentRequired": ({**obj(a=INT), "dependentRequired": {"a": ["c"]}},
+        [("a", {"maxProperties": 0}), ("ac", {"required": ["c"]})]),
+    "dependentSchemas": ({**obj(a=INT, b=INT), "dependentSchemas": {"a": obj(c=INT)}},
+        [("b", True), ("abc", {"required": ["a"]})]),
+    "unevaluated items": ({**obj(a=INT), "allOf": [obj(b=INT)], "unevaluatedItems": False},
+        [("ab", True)]),
     "counted": ({**obj(a=INT, b=INT), "minProperties": 1}, [("ab", True)]),
     "enum": ({**obj(a=INT), "enum": [{"a": 1, "x": 1}]}, [("ax", True)]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CLOSED)

@@ -1,7 +1,5 @@
 """The compile cache, and the isolation of faults in the matcher pool."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

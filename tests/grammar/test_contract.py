@@ -1,7 +1,5 @@
 """Every backend file is held to the contract in `overlap_spec.grammar.contract`."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 
@@ -25,11 +23,7 @@ GRAMMARS = {
         {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
     ),
     "closed": Grammar.json_schema(
-        {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}},
-            "additionalProperties": False,
-        }
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False}
     ),
     "choice": Grammar.choice(["a", "ab", "cab"]),
 }

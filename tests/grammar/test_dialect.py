@@ -1,7 +1,5 @@
 r"""Patterns of schemas are ECMA-262's; expressions of their own match what Python matches too."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

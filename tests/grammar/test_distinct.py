@@ -1,7 +1,5 @@
 """Items and keys that must differ do, and no text comes to a place from which they cannot."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -161,27 +159,15 @@ FREE: dict[str, Any] = {
     "after fixed": unique(prefixItems=[{"type": "boolean"}, {"type": "boolean"}], minItems=2),
     "nested": unique(items=unique(items={"type": "string"}), minItems=1),
     "objects": unique(items={"properties": {"a": {"type": "integer"}}, "type": "object"}),
-    "inside": {
-        "type": "object",
-        "properties": {"a": unique(items={"type": "integer"}), "b": {"type": "array"}},
-        "patternProperties": {"^x": unique(items={"type": "integer"})},
-        "additionalProperties": {"type": "integer"},
-    },
+    "inside": {"type": "object", "properties": {"a": unique(items={"type": "integer"}),
+        "b": {"type": "array"}}, "patternProperties": {"^x": unique(items={"type": "integer"})},
+        "additionalProperties": {"type": "integer"}},
     "counted": {"type": "object", "minProperties": 3, "maxProperties": 4},
-    "counted beside names": {
-        "properties": {"a": {"type": "integer"}, "x": {}},
-        "type": "object",
-        "required": ["x"],
-        "minProperties": 4,
-        "additionalProperties": {"type": "boolean"},
-    },
-    "counted by pattern": {
-        "type": "object",
-        "patternProperties": {"^a": {"type": "integer"}},
-        "additionalProperties": False,
-        "minProperties": 2,
-    },
-}
+    "counted beside names": {"properties": {"a": {"type": "integer"}, "x": {}}, "type": "object",
+        "required": ["x"], "minProperties": 4, "additionalProperties": {"type": "boolean"}},
+    "counted by pattern": {"type": "object", "patternProperties": {"^a": {"type": "integer"}},
+        "additionalProperties": False, "minProperties": 2},
+}  # fmt: skip
 
 
 def walk(matcher: Matcher, rng: random.Random, soft: int) -> bytes:
@@ -236,22 +222,15 @@ def test_walks_never_come_to_a_dead_end_and_end_valid(name: str, layout: Any) ->
     [
         ("strings", ['["a","aa","é","\\n"]'], ['["a","b","a"]', '["\\n","\\n"]', '["a"]']),
         ("numbers", ["[1,1.5,-1,10,100]"], ["[0,0]", "[0.5,1,0.5]", "[1,1.0]"]),
-        (
-            "anything",
-            ['[1,"1",[1],{"a":1},true]', '[{"a":1,"b":[]},{"b":[],"a":2}]'],
-            [
-                '[{"a":1,"b":2},{"b":2,"a":1}]',
-                '[{"a":1},{"a":1.0}]',
-                "[[],[]]",
-                '[["a"],["\\u0061"]]',
-            ],
-        ),
+        ("anything", ['[1,"1",[1],{"a":1},true]', '[{"a":1,"b":[]},{"b":[],"a":2}]'],
+            ['[{"a":1,"b":2},{"b":2,"a":1}]', '[{"a":1},{"a":1.0}]', "[[],[]]",
+            '[["a"],["\\u0061"]]']),
         ("after fixed", ['[true,false,"a",null]'], ["[true,true]", "[true,false,true]"]),
         ("nested", ['[["a"],["b","a"],["a","b"]]'], ['[["a","a"]]', '[["a"],["a"]]']),
         ("inside", ['{"a":[1,2],"b":[1,1],"x":[3],"k":1}'], ['{"a":[1,1]}', '{"xy":[2,2]}']),
         ("counted", ['{"a":1,"b":1,"":1}'], ['{"a":1,"b":1}', '{"a":1,"b":1,"a":2}']),
     ],
-)
+)  # fmt: skip
 def test_equal_values_are_refused_however_they_are_written(
     name: str, good: list[str], bad: list[str]
 ) -> None:
@@ -313,31 +292,19 @@ def test_a_draft_of_what_is_forced_may_repeat_nothing() -> None:
 @pytest.mark.parametrize(
     ("schema", "words"),
     [
-        (
-            unique(prefixItems=[{"type": "null"}, {"type": "null"}], minItems=2),
-            "no value for item 1",
-        ),
+        (unique(prefixItems=[{"type": "null"}, {"type": "null"}], minItems=2),
+            "no value for item 1"),
         (unique(items={"type": "string", "pattern": "^[ab]$"}, minItems=3), "no value for item 2"),
         (unique(contains={"type": "string"}), "beside contains"),
         ({"anyOf": [unique(), {"type": "array", "items": {"type": "null"}}]}, "another way to be"),
-        (
-            unique(items={"type": "array", "prefixItems": [{"type": "object"}], "items": False}),
-            "over these arrays",
-        ),
-        (
-            {
-                "properties": {"a": unique(items={"$ref": "#"})},
-                "additionalProperties": False,
-                "type": "object",
-            },
-            "over these objects",
-        ),
-        (
-            {"type": "object", "minProperties": 2, "propertyNames": {"maxLength": 1}},
-            "keyword 'minProperties' may leave no free key",
-        ),
+        (unique(items={"type": "array", "prefixItems": [{"type": "object"}], "items": False}),
+            "over these arrays"),
+        ({"properties": {"a": unique(items={"$ref": "#"})}, "additionalProperties": False,
+            "type": "object"}, "over these objects"),
+        ({"type": "object", "minProperties": 2, "propertyNames": {"maxLength": 1}},
+            "keyword 'minProperties' may leave no free key"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_exact_is_refused_by_name(schema: Any, words: str) -> None:
     with pytest.raises(GrammarError, match=words):
         compiled(schema)

@@ -1,7 +1,5 @@
 """What a schema's draft is, and what of other drafts is refused, told, or held."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache

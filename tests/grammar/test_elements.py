@@ -1,7 +1,5 @@
 """Arguments written as elements: what is let through, and that xgrammar lets it through too."""
 
-from __future__ import annotations
-
 import random
 from typing import Any, get_args
 
@@ -36,25 +34,19 @@ COHERE = '<cofl:value name="{}" type="{}">{}</cofl:value>'
 ITEM = '<cofl:value type="raw">{}</cofl:value>'
 KIMI = '<|open|>argument key="{}" type="{}"<|sep|>{}<|close|>argument<|sep|>'
 GOOD = {
-    "qwen_xml": [
-        QWEN.format("city", "\nNew <York>\n") + "\n" + QWEN.format("days", "\n12\n") + "\n",
-        QWEN.format("city", "") + QWEN.format("tags", '["a","</parameter>"]'),
-        QWEN.format("city", "a") + QWEN.format("place", '{"x":""}') + QWEN.format("code", "A<"),
-    ],
-    "glm_xml": [
-        GLM.format("city", "x y") + "\n" + GLM.format("sure", "true"),
-        GLM.format("city", '"') .replace("\n", "") + GLM.format("unit", "F"),
-    ],
+    "qwen_xml": [QWEN.format("city", "\nNew <York>\n") + "\n" + QWEN.format("days",
+        "\n12\n") + "\n", QWEN.format("city", "") + QWEN.format("tags", '["a","</parameter>"]'),
+        QWEN.format("city", "a") + QWEN.format("place", '{"x":""}') + QWEN.format("code", "A<")],
+    "glm_xml": [GLM.format("city", "x y") + "\n" + GLM.format("sure", "true"),
+        GLM.format("city", '"') .replace("\n", "") + GLM.format("unit", "F")],
     "cohere_xml": [
         COHERE.format("city", "raw", "x") + COHERE.format("tags", "list", ITEM.format("a") * 3),
         COHERE.format("city", "raw", "x")
         + COHERE.format("place", "dict", COHERE.format("x", "raw", "")),
         COHERE.format("city", "raw", "x") + COHERE.format("days", "json", 7),
     ],
-    "kimi_k3_xml": [
-        KIMI.format("city", "string", "x") + KIMI.format("days", "number", 3),
-        KIMI.format("city", "string", "") + KIMI.format("tags", "array", '["a"]'),
-    ],
+    "kimi_k3_xml": [KIMI.format("city", "string", "x") + KIMI.format("days", "number", 3),
+        KIMI.format("city", "string", "") + KIMI.format("tags", "array", '["a"]')],
 }  # fmt: skip
 BAD = {
     "qwen_xml": [
@@ -65,11 +57,9 @@ BAD = {
         QWEN.format("city", "</parameter>"),
     ],
     "glm_xml": [GLM.format("city", "a") + GLM.format("sure", "yes")],
-    "cohere_xml": [
-        COHERE.format("city", "json", '"x"'),
+    "cohere_xml": [COHERE.format("city", "json", '"x"'),
         COHERE.format("city", "raw", "x") + COHERE.format("tags", "list", '["a"]'),
-        COHERE.format("city", "raw", "x") + COHERE.format("place", "dict", ""),
-    ],
+        COHERE.format("city", "raw", "x") + COHERE.format("place", "dict", "")],
     "kimi_k3_xml": [KIMI.format("city", "object", "x")],
 }  # fmt: skip
 

@@ -1,7 +1,5 @@
 """Runs behind the nodes of draft trees: forced bytes, and their canonical tokens."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -22,6 +20,7 @@ from overlap_spec.grammar.matching import walk
 from overlap_spec.grammar.reasoning.matcher import wrap
 from overlap_spec.grammar.rows import allowed
 from tests.support.grammars import STOP, TEXTS, VOCABULARY, encode, ids, legal, random_ebnf
+from tests.support.tiers import few
 
 PERSON = Grammar.json_schema(
     {
@@ -248,8 +247,6 @@ def test_text_before_the_end_of_thinking_is_free() -> None:
 
 
 def test_runs_of_a_real_tokenizer_are_its_own() -> None:
-    if not (EMBEDDED / "target" / "tokenizer.json").exists():
-        pytest.skip("no embedded tokenizer")
     from overlap_spec.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(EMBEDDED / "target", 2048)
@@ -276,7 +273,7 @@ LONG_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("grammar", LONG_TEXTS)
+@pytest.mark.parametrize("grammar", few(LONG_TEXTS, "both ways", "items"))
 def test_long_forced_text_is_told_in_part(name: str, grammar: str) -> None:
     """The libraries look for its end. The matcher, and others of its grammar, go on."""
     try:

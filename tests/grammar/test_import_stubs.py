@@ -1,7 +1,5 @@
 """What a library imports and does not need is not imported, until it is asked for."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

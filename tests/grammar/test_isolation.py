@@ -1,7 +1,5 @@
 """Compiling in worker processes: limits, queues, cancellation and clean-up."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -23,18 +21,41 @@ from overlap_spec.grammar import Grammar, GrammarCompiler, Vocabulary
 from overlap_spec.grammar.backends import load
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from tests.support import faulty_backend
-from tests.support.compile_workers import LIMITS, children, is_running, job, pids, until
-from tests.support.faulty_backend import (
-    VOCABULARY,
-    FaultyBackend,
-    Homebound,
-    Text,
-    limit_growth,
-)
+from tests.support.faulty_backend import VOCABULARY, FaultyBackend, Homebound, Text, limit_growth
+from tests.support.serving import children, wait_for
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes need Linux")
 
 ROOT = Path(__file__).parents[2]
+
+
+LIMITS = CompileLimits(
+    time_s=2.0,
+    memory_bytes=2**26,
+    result_bytes=2**24,
+    fast_s=0.5,
+    fast_running=2,
+    long_running=1,
+    long_waiting=1,
+    nice=0,
+)
+
+
+def job(text: str) -> Grammar:
+    return Grammar.ebnf(text)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def pids(compiler: GrammarCompiler) -> list[int]:
+    fork_server = cast("int", compiler.snapshot()["executor"]["fork_server_pid"])
+    return [fork_server, *children(fork_server)]
 
 
 @pytest.fixture
@@ -138,7 +159,7 @@ def test_what_a_first_grammar_needs_is_built_once_for_all_workers(
     assert isinstance(found, Text)
     server = compiler.snapshot()["executor"]["fork_server_pid"]
     assert (int(found.source), found.pid == server) == (server, False)
-    until(lambda: compiler.backend.warmed_in == os.getpid())
+    wait_for(lambda: compiler.backend.warmed_in == os.getpid())
 
 
 def test_workers_build_nothing_for_masks(compiler: GrammarCompiler) -> None:
@@ -149,7 +170,7 @@ def test_workers_build_nothing_for_masks(compiler: GrammarCompiler) -> None:
 def test_a_worker_holds_no_sockets_but_its_own(compiler: GrammarCompiler) -> None:
     # One that is at work while the other is forked.
     running = compiler.submit(job("slow 0.3"))
-    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
+    wait_for(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
     futures = [compiler.submit(job(f"sockets {i}")) for i in range(4)]
     assert {cast("Text", future.result(20)).source for future in futures} == {"1"}
     running.result(20)
@@ -172,7 +193,7 @@ def test_what_a_worker_prints_is_not_seen(
 @pytest.mark.ci
 def test_short_ones_do_not_wait_for_long_ones(compiler: GrammarCompiler) -> None:
     hung = [compiler.submit(job(f"hang {i}")) for i in range(4)]
-    until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
+    wait_for(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
     # One runs on, one waits its turn, and the others find no room.
     done, _ = wait(hung, 20, "FIRST_COMPLETED")
     assert {cast("CompileFailure", one.exception()).kind for one in done} == {"busy"}
@@ -198,9 +219,9 @@ def test_the_fast_queue_is_bounded() -> None:
     limits = CompileLimits(fast_running=1, fast_waiting=1, nice=0)
     with GrammarCompiler(FaultyBackend(VOCABULARY), limits=limits) as compiler:
         first = compiler.submit(job("slow 0.5"))
-        until(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
+        wait_for(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
         second = compiler.submit(job("second"))
-        until(lambda: compiler.snapshot()["executor"]["fast_waiting"] == 1)
+        wait_for(lambda: compiler.snapshot()["executor"]["fast_waiting"] == 1)
         with pytest.raises(CompileFailure, match="try again later") as caught:
             compiler.compile(job("third"))
         assert caught.value.kind == "busy"
@@ -219,9 +240,9 @@ def test_one_flight_for_all_who_ask(compiler: GrammarCompiler) -> None:
 
 def test_a_compile_that_all_have_left_is_stopped(compiler: GrammarCompiler) -> None:
     futures = [compiler.submit(job("hang")) for _ in range(2)]
-    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
+    wait_for(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
     assert all(future.cancel() for future in futures)
-    until(lambda: compiler.snapshot()["executor"]["workers_killed"] == 1)
+    wait_for(lambda: compiler.snapshot()["executor"]["workers_killed"] == 1)
     with pytest.raises(CancelledError):
         futures[0].result()
     state = compiler.snapshot()
@@ -231,30 +252,31 @@ def test_a_compile_that_all_have_left_is_stopped(compiler: GrammarCompiler) -> N
 
 def test_one_that_waits_can_be_left(compiler: GrammarCompiler) -> None:
     slow = [compiler.submit(job(f"slow 0.4 {i}")) for i in range(2)]
-    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 2)
+    wait_for(lambda: compiler.snapshot()["executor"]["fast_running"] == 2)
     waiting = compiler.submit(job("never"))
     assert waiting.cancel()
     wait(slow)
-    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 0)
+    wait_for(lambda: compiler.snapshot()["executor"]["fast_running"] == 0)
     assert compiler.snapshot()["executor"]["workers_killed"] == 0
 
 
 def test_a_worker_killed_from_outside(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))
     future = compiler.submit(job("slow 1"))
-    until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
+    wait_for(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
     # The one that has the job was forked first. It goes last: else another one has it, and goes.
     for pid in pids(compiler)[:0:-1]:
         os.kill(pid, signal.SIGKILL)
-        until(lambda pid=pid: not is_running(pid))
+        wait_for(lambda pid=pid: not is_running(pid))
     assert future.result(20).memory_bytes == 6
     assert compiler.compile(job("after")).memory_bytes == 5
 
 
+@pytest.mark.ci
 def test_a_worker_stopped_from_outside_blames_no_grammar(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))
     future = compiler.submit(job("slow 1"))
-    until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
+    wait_for(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
     # The one that was forked first has the job, and another one is at hand.
     os.kill(pids(compiler)[1], signal.SIGSTOP)
     assert future.result(20).memory_bytes == 6
@@ -265,13 +287,14 @@ def test_the_fork_server_killed_from_outside(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))
     before = pids(compiler)
     future = compiler.submit(job("slow 1"))
-    until(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
+    wait_for(lambda: compiler.snapshot()["executor"]["long_running"] == 1)
     os.kill(before[0], signal.SIGKILL)
     assert future.result(20).memory_bytes == 6
     assert compiler.compile(job("after")).memory_bytes == 5
-    until(lambda: not any(map(is_running, before)))
+    wait_for(lambda: not any(map(is_running, before)))
 
 
+@pytest.mark.ci
 def test_a_worker_killed_again_and_again_blames_no_grammar(compiler: GrammarCompiler) -> None:
     compiler.compile(job("warm"))
     future = compiler.submit(job("slow 1"))
@@ -294,7 +317,7 @@ def test_a_stopped_fork_server_costs_a_retry(compiler: GrammarCompiler) -> None:
     for pid in left:
         os.kill(pid, signal.SIGSTOP)
     assert compiler.compile(job("text")).memory_bytes == 4
-    until(lambda: not any(map(is_running, left)))
+    wait_for(lambda: not any(map(is_running, left)))
 
 
 @pytest.mark.parametrize("backend", ["Homebound", "Threaded"])
@@ -315,7 +338,7 @@ def test_nothing_starts_before_the_first_grammar_nor_stays_after_the_end() -> No
     compiler.warm()
     compiler.compile(job("text"))
     running = compiler.submit(job("hang"))
-    until(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
+    wait_for(lambda: compiler.snapshot()["executor"]["fast_running"] == 1)
     left = pids(compiler)
     assert len(left) >= 2
     compiler.close()
@@ -325,7 +348,7 @@ def test_nothing_starts_before_the_first_grammar_nor_stays_after_the_end() -> No
             future.result(0)
         assert caught.value.kind == "closed"
     assert set(threading.enumerate()) <= before
-    until(lambda: not any(map(is_running, left)))
+    wait_for(lambda: not any(map(is_running, left)))
 
 
 def test_a_compiler_that_nobody_holds_ends() -> None:
@@ -335,8 +358,8 @@ def test_a_compiler_that_nobody_holds_ends() -> None:
     left = pids(compiler)
     del compiler
     gc.collect()
-    until(lambda: set(threading.enumerate()) <= before)
-    until(lambda: not any(map(is_running, left)))
+    wait_for(lambda: set(threading.enumerate()) <= before)
+    wait_for(lambda: not any(map(is_running, left)))
 
 
 SCRIPT = """
@@ -368,7 +391,7 @@ def test_no_process_outlives_the_engine(end: str) -> None:
             process.kill()
         process.wait(20)
         assert process.returncode == (-signal.SIGKILL if end else 0)
-    until(lambda: not any(map(is_running, left)))
+    wait_for(lambda: not any(map(is_running, left)))
 
 
 def test_a_fork_of_the_engine_leaves_its_workers_alone(compiler: GrammarCompiler) -> None:
@@ -405,7 +428,7 @@ def test_many_threads_at_once(compiler: GrammarCompiler) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 120
-    until(lambda: compiler.snapshot()["in_flight"] == 0)
+    wait_for(lambda: compiler.snapshot()["in_flight"] == 0)
     assert compiler.snapshot()["failures"] == {}
 
 

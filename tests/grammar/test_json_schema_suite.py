@@ -1,7 +1,5 @@
 """References, unevaluated members and formats: cases of our own, and the JSON Schema Test Suite."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -47,25 +45,17 @@ INT, STR = {"type": "integer"}, {"type": "string"}
 # Two resources with a definition of the same name.
 TWO = {
     "$ref": "#/$defs/item",
-    "$defs": {
-        "inner": STR,
-        "item": {"$id": "http://x/item", "$ref": "#/$defs/inner", "$defs": {"inner": INT}},
-    },
-}
+    "$defs": {"inner": STR, "item": {"$id": "http://x/item", "$ref": "#/$defs/inner",
+        "$defs": {"inner": INT}}},
+}  # fmt: skip
 # The generic list of the specification, closed over strings by an extension.
 LIST = {
     "$id": "http://x/strings",
     "$ref": "list",
-    "$defs": {
-        "items": {"$dynamicAnchor": "T", "type": "string"},
-        "list": {
-            "$id": "list",
-            "type": "array",
-            "items": {"$dynamicRef": "#T"},
-            "$defs": {"any": {"$dynamicAnchor": "T"}},
-        },
-    },
-}
+    "$defs": {"items": {"$dynamicAnchor": "T", "type": "string"},
+        "list": {"$id": "list", "type": "array", "items": {"$dynamicRef": "#T"},
+        "$defs": {"any": {"$dynamicAnchor": "T"}}}},
+}  # fmt: skip
 # An identifier in a place that is no schema.
 EXAMPLE = {
     "$ref": "#v",
@@ -128,29 +118,14 @@ def properties(**schemas: Any) -> dict[str, Any]:
             [{"kind": "x", "x": 1}, {"kind": "z", "y": 1}],
             [{"kind": "x", "y": 1}, {"kind": "z", "x": 1}],
         ),
-        (
-            {
-                "type": "array",
-                "prefixItems": [STR],
-                "contains": INT,
-                "unevaluatedItems": {"type": "null"},
-            },
-            [["a", 1], ["a", 1, None, 2]],
-            [["a", None], ["a", 1, "b"]],
-        ),
-        (
-            {
-                "$schema": "https://json-schema.org/draft/2019-09/schema",
-                "type": "array",
-                "items": [STR],
-                "unevaluatedItems": False,
-            },
-            [[], ["a"]],
-            [["a", "b"], [1]],
-        ),
+        ({"type": "array", "prefixItems": [STR], "contains": INT,
+            "unevaluatedItems": {"type": "null"}}, [["a", 1], ["a", 1, None, 2]],
+            [["a", None], ["a", 1, "b"]]),
+        ({"$schema": "https://json-schema.org/draft/2019-09/schema", "type": "array",
+            "items": [STR], "unevaluatedItems": False}, [[], ["a"]], [["a", "b"], [1]]),
     ],
     ids=["anyOf", "if", "contains", "2019-09"],
-)
+)  # fmt: skip
 def test_unevaluated_members_are_those_that_no_branch_has_seen(
     schema: Any, good: list[Any], bad: list[Any]
 ) -> None:
@@ -177,7 +152,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("beside", [{}, {"minLength": 1}, {"pattern": "^[^µ]*$"}])
+@pytest.mark.parametrize("beside", few([{}, {"minLength": 1}, {"pattern": "^[^µ]*$"}], {}))
 def test_a_format_is_held_beside_whatever(name: str, beside: dict[str, Any]) -> None:
     good, bad = FORMATS[name]
     good = [text for text in good if text or "minLength" not in beside]

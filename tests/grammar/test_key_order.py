@@ -1,7 +1,5 @@
 """Members in any order: exactly the valid instances, bounded, and asked for over every face."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator
@@ -52,10 +50,7 @@ SCHEMAS: dict[str, Any] = {
         "patternProperties": {"^x": INT},
         "additionalProperties": False,
     },
-    "a free member is required": {
-        **obj("a", a=INT),
-        "not": {"propertyNames": {"maxLength": 1}},
-    },
+    "a free member is required": {**obj("a", a=INT), "not": {"propertyNames": {"maxLength": 1}}},
     "impossible member": {**obj("a", a=INT, b=False), "additionalProperties": False},
     "either way": {"oneOf": [obj("a", "b", a=INT), {**obj("c", c=INT), "maxProperties": 1}]},
 }

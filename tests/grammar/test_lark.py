@@ -1,7 +1,5 @@
 """Lark text is read as EBNF: the same texts, and errors that name the line."""
 
-from __future__ import annotations
-
 import pytest
 
 from overlap_spec.errors import GrammarError

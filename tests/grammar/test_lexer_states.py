@@ -1,7 +1,5 @@
 """llguidance's lexer keeps each state that a text has led to: it is a cache, and is counted."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -15,9 +13,6 @@ from overlap_spec.grammar.contract import Backend, CompiledGrammar
 from overlap_spec.tokenizer import Tokenizer
 from tests.support.grammars import bits, row_of
 
-pytestmark = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "tokenizer.json").exists(), reason="no embedded tokenizer"
-)
 # Each text leads to states of its own.
 MANY = "{}([a-z ]*[aeiou][a-z ]{{20}})([a-z ]*[bcd][a-z ]{{21}})[a-z ]*"
 

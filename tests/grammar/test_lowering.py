@@ -1,7 +1,5 @@
 """The texts that a schema or a pattern allows, byte by byte, against jsonschema, json and re."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

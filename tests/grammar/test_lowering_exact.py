@@ -1,7 +1,5 @@
 """Combined schemas allow exactly the instances that are valid by jsonschema."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -100,27 +98,14 @@ REWRITES: dict[str, Any] = {
     "not closed": {"type": "object", "not": {**obj(a={}), "additionalProperties": False}},
     "not patternProperties": {"type": "object", "not": {"patternProperties": {"^a": INT}}},
     "not propertyNames": {"type": "object", "not": {"propertyNames": {"pattern": "^a"}}},
-    "one member that is free twice": {
-        "type": "object",
-        "maxProperties": 1,
-        "allOf": [
-            {"not": {"propertyNames": {"not": {"pattern": "b"}}}},
-            {"not": {"propertyNames": {"not": {"pattern": "^a"}}}},
-        ],
-    },
-    "a free member that another one is": {
-        "type": "object",
-        "minProperties": 1,
-        "allOf": [
-            {"not": {"properties": {"a": {}, "b": {}}, "additionalProperties": False}},
-            {"not": {"properties": {"a": {}}, "additionalProperties": False}},
-        ],
-    },
-    "keys of one kind": {
-        "type": "object",
-        "propertyNames": {"maxLength": 1, "pattern": "[ab]"},
-        "additionalProperties": {"type": "integer"},
-    },
+    "one member that is free twice": {"type": "object", "maxProperties": 1,
+        "allOf": [{"not": {"propertyNames": {"not": {"pattern": "b"}}}},
+        {"not": {"propertyNames": {"not": {"pattern": "^a"}}}}]},
+    "a free member that another one is": {"type": "object", "minProperties": 1,
+        "allOf": [{"not": {"properties": {"a": {}, "b": {}}, "additionalProperties": False}},
+        {"not": {"properties": {"a": {}}, "additionalProperties": False}}]},
+    "keys of one kind": {"type": "object", "propertyNames": {"maxLength": 1, "pattern": "[ab]"},
+        "additionalProperties": {"type": "integer"}},
     "not not": {"not": {"not": obj("a", a=INT)}},
     "De Morgan over anyOf": {"not": {"anyOf": [{"required": ["a"]}, {"type": "string"}]}},
     "De Morgan over allOf": {"not": {"allOf": [{"minimum": 1}, {"type": "number"}]}},
@@ -140,16 +125,11 @@ REWRITES: dict[str, Any] = {
         ],
     },
     "patternProperties beside free": {"type": "object", "patternProperties": {"^a": INT}},
-    "two patterns": {
-        "type": "object",
-        "patternProperties": {"a": {"type": ["integer", "null"]}, "b": {"type": ["integer"]}},
-        "additionalProperties": STR,
-    },
+    "two patterns": {"type": "object", "patternProperties": {"a": {"type": ["integer", "null"]},
+        "b": {"type": ["integer"]}}, "additionalProperties": STR},
     "pattern on a named property": {**obj(a={"minimum": 1}), "patternProperties": {"a": INT}},
-    "patterns combined": {
-        "allOf": [{"patternProperties": {"a": INT}}, {"patternProperties": {"b": INT}}],
-        "type": "object",
-    },
+    "patterns combined": {"allOf": [{"patternProperties": {"a": INT}},
+        {"patternProperties": {"b": INT}}], "type": "object"},
     "propertyNames": {"type": "object", "propertyNames": {"maxLength": 1}},
     "propertyNames beside properties": {**obj(ab=INT), "propertyNames": {"pattern": "^[ac]"}},
     "propertyNames by enum": {"type": "object", "propertyNames": {"enum": ["a", "x1"]}},
@@ -165,11 +145,8 @@ REWRITES: dict[str, Any] = {
     "contains at most": {"type": "array", "contains": INT, "minContains": 0, "maxContains": 2},
     "contains several": {"type": "array", "contains": INT, "minContains": 2},
     "contains some of three": {"contains": INT, "minContains": 2, "maxContains": 2, "minItems": 3},
-    "does not contain several": {
-        "type": "array",
-        "not": {"contains": INT, "minContains": 2},
-        "maxItems": 3,
-    },
+    "does not contain several": {"type": "array", "not": {"contains": INT, "minContains": 2},
+        "maxItems": 3},
     "contains exactly": {"type": "array", "contains": INT, "maxContains": 1, "maxItems": 2},
     "contains beside items": {"type": "array", "items": INT, "contains": {"const": 2}},
     "patterns and a length": {"type": "string", "pattern": "a", "minLength": 2, "maxLength": 3},

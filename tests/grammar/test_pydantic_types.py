@@ -14,15 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from decimal import Decimal
 from functools import cache
-from typing import (
-    Annotated,
-    Any,
-    Generic,
-    Literal,
-    NamedTuple,
-    NewType,
-    TypeVar,
-)
+from typing import Annotated, Any, Generic, Literal, NamedTuple, NewType, TypeVar
 
 import pytest
 from pydantic import (
@@ -192,36 +184,27 @@ SCALARS: dict[str, tuple[Any, list[Any]]] = {
     "pattern": (constr(pattern="^[a-z]{2,4}$"), ["ab", "abcd"]),
     "short": (constr(min_length=1, max_length=3), ["a", "éé\n"]),
     "secret": (SecretStr, []),
-    "stripped": (
-        Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True, max_length=6)],
-        ["abc"],
-    ),
+    "stripped": (Annotated[str, StringConstraints(strip_whitespace=True, to_lower=True,
+        max_length=6)], ["abc"]),
     "new type": (Name, ["a"]),
     "complex": (complex, [1 + 2j, complex(-1.5, -2)]),
     "date": (dt.date, [dt.date(2024, 2, 29), dt.date(1, 1, 1)]),
-    "datetime": (
-        dt.datetime,
-        [dt.datetime(1, 1, 1), dt.datetime(2020, 1, 2, 3, 4, 5, 678, UTC),
-         dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=ZONE)],
-    ),
+    "datetime": (dt.datetime, [dt.datetime(1, 1, 1), dt.datetime(2020, 1, 2, 3, 4, 5, 678, UTC),
+        dt.datetime(9999, 12, 31, 23, 59, 59, tzinfo=ZONE)]),
     "aware": (AwareDatetime, [dt.datetime(2020, 1, 1, tzinfo=ZONE)]),
     "naive": (NaiveDatetime, [dt.datetime(2020, 1, 1, 1, 1, 1, 5)]),
     "time": (dt.time, [dt.time(1, 2, 3), dt.time(1, 2, 3, 4, UTC)]),
-    "timedelta": (
-        dt.timedelta,
-        [dt.timedelta(days=400), dt.timedelta(seconds=1.5), -dt.timedelta(days=1, seconds=3),
-         dt.timedelta(0), dt.timedelta(hours=2, minutes=3, microseconds=7)],
-    ),
+    "timedelta": (dt.timedelta, [dt.timedelta(days=400), dt.timedelta(seconds=1.5),
+        -dt.timedelta(days=1, seconds=3), dt.timedelta(0),
+        dt.timedelta(hours=2, minutes=3, microseconds=7)]),
     "uuid": (uuid.UUID, [uuid.UUID(int=0), uuid.uuid4()]),
     "uuid4": (UUID4, [uuid.uuid4()]),
     "base64": (Base64Bytes, [b"YWI="]),
     "any url": (AnyUrl, ["https://a.example/b?c=d#e", "mailto:a@b.example", "s3://bucket/k"]),
     "http": (HttpUrl, ["http://u:p@a-b.example:8080/x%20y", "https://10.0.0.1"]),
     "mongo": (MongoDsn, ["mongodb://h1:27017,h2:27018/db"]),
-    "url with bounds": (
-        Annotated[AnyUrl, UrlConstraints(allowed_schemes=["https"])],
-        ["https://a.example/"],
-    ),
+    "url with bounds": (Annotated[AnyUrl, UrlConstraints(allowed_schemes=["https"])],
+        ["https://a.example/"]),
     "file": (FileUrl, ["file:///a/b%20c"]),
     "postgres": (PostgresDsn, ["postgresql://u:p@h1:5432,h2:5433/db"]),
     "redis": (RedisDsn, ["redis://localhost:6379/0"]),
@@ -265,13 +248,8 @@ WHOLE: dict[str, tuple[Any, list[Any]]] = {
     "counter": (Counter[str], [{"a": 1}]),
     "camel": (Filled, [Filled(firstName="ab")]),
     "omitted": (list[OnErrorOmit[int]], [[1]]),
-    "tagged": (
-        Annotated[
-            Annotated[int, Tag("int")] | Annotated[list[int], Tag("list")],
-            Discriminator(kind_of),
-        ],
-        [1, [2]],
-    ),
+    "tagged": (Annotated[Annotated[int, Tag("int")] | Annotated[list[int], Tag("list")],
+        Discriminator(kind_of)], [1, [2]]),
     "int keys": (dict[int, bool], [{1: True, 0: False, -12: True}]),
     "negative keys": (dict[NegativeInt, bool], [{-1: True}]),
     "float keys": (dict[float, int], [{1.5: 1, 1e22: 2, -1e-7: 3}]),

@@ -1,7 +1,5 @@
 """The reasoning matcher: against a byte-level oracle, in draft trees, backwards and forked."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

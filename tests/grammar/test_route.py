@@ -1,7 +1,5 @@
 """`auto`: which backend it picks, and that the choice survives serialisation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Lexemes rewritten with more loops: same languages, and correct on long texts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

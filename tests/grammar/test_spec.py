@@ -1,7 +1,5 @@
 """Grammars as values, and the errors of invalid ones."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Structural tags: validation by path, texts byte by byte, and agreement with xgrammar."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -68,11 +66,9 @@ TEXTS: dict[str, tuple[dict[str, Any], list[str], dict[str, int]]] = {
     "any text": (ANY, ["", "é\n<f>"], {}),
     "excludes": ({**ANY, "excludes": ["aab", "zz"]}, ["", "aa", "abab", "z"], {"xaaab": 4}),
     "regex": ({"type": "regex", "pattern": "[0-9]{2}"}, ["12"], {"1a": 1, "123": 2}),
-    "grammar": (
-        {"type": "grammar", "grammar": 'root ::= a*  # "root"\na ::= "[" a "]" | [\\]x] "\\""'},
-        ["", '[x"]', ']"'],
-        {"[x]": 2},
-    ),
+    "grammar": ({"type": "grammar",
+        "grammar": 'root ::= a*  # "root"\na ::= "[" a "]" | [\\]x] "\\""'}, ["", '[x"]', ']"'],
+        {"[x]": 2},),
     "sequence": ({"type": "sequence", "elements": [const("a"), NUMBER]}, ["a1"], {"b": 0}),
     "or": ({"type": "or", "elements": [const("ab"), const("ac")]}, ["ab", "ac"], {"ad": 1}),
     "optional": ({"type": "optional", "content": const("a")}, ["", "a"], {"aa": 1}),
@@ -84,22 +80,13 @@ TEXTS: dict[str, tuple[dict[str, Any], list[str], dict[str, int]]] = {
     "tag": (tag("<", NUMBER, ">"), ["<12>"], {"<a": 1, "<1>x": 3}),
     "tag of text": (tag("<", ANY, "</"), ["<</", "<a/<</"], {"<a</b": 4}),
     "open tag": (tag("<", ANY, ["/", ""]), ["<", "<a", "<a/"], {"<a/b": 3}),
-    "triggered": (
-        TRIGGERED,
-        ["", "a < b <", "<f>1</f>", "<<f>1</f> <g>x/<g>x</g><"],
-        {"<fa": 2, "<f>x": 3, "<g>": 3, "a<f>1</f": 8},
-    ),
-    "at least one": (
-        {**TRIGGERED, "at_least_one": True},
-        ["<f>1</f>", "<g>x/ and <f>2</f> more"],
-        {"": 0, "a": 0, "<f>1": 4},
-    ),
+    "triggered": (TRIGGERED, ["", "a < b <", "<f>1</f>", "<<f>1</f> <g>x/<g>x</g><"],
+        {"<fa": 2, "<f>x": 3, "<g>": 3, "a<f>1</f": 8}),
+    "at least one": ({**TRIGGERED, "at_least_one": True}, ["<f>1</f>", "<g>x/ and <f>2</f> more"],
+        {"": 0, "a": 0, "<f>1": 4}),
     "one": ({**TRIGGERED, "stop_after_first": True}, ["a", "a<g>x/"], {"<g>x/b": 5}),
-    "exactly one": (
-        {**TRIGGERED, "stop_after_first": True, "at_least_one": True},
-        ["<g>x/"],
-        {"a": 0, "<g>x/<": 5},
-    ),
+    "exactly one": ({**TRIGGERED, "stop_after_first": True, "at_least_one": True}, ["<g>x/"],
+        {"a": 0, "<g>x/<": 5}),
     "separated": (SEPARATED, ["", "<f>1</f>", "<f>1</f>, <g>x/"], {"<f>1</f>,<": 9, "a": 0}),
     "dispatch": (DISPATCH, ["", "a", "aab!", "cccc", "ab!ab!"], {"abx": 2}),
     "dispatch once": ({**DISPATCH, "loop": False}, ["aab!", "c"], {"ab!a": 3}),

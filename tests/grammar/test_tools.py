@@ -1,7 +1,5 @@
 """Tool calls: the texts allowed in every format, and replies parsed however they are cut."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

@@ -1,7 +1,5 @@
 r"""`\p{…}`, `\P{…}` and `\u{…}` mean what ECMA-262 says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

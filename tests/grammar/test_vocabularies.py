@@ -1,7 +1,5 @@
 """Vocabularies of other libraries' tokenizers: each token's bytes, and what is no text."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """Token bytes from tokenizer files, against the tokenizers library's decoder."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

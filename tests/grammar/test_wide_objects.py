@@ -1,7 +1,5 @@
 """Objects of many properties: taken up to a bound that is told, and as exact as small ones."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

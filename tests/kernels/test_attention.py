@@ -1,7 +1,5 @@
 """Attention over paged keys, by torch and natively, against a loop over queries and keys."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Iterator
@@ -28,13 +26,7 @@ def in_torch_and_native(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def drawn(
-    counts: list[int],
-    heads: int,
-    kv_heads: int,
-    masked: bool,
-    first: int,
-    seed: int,
-    rest: int = 0,
+    counts: list[int], heads: int, kv_heads: int, masked: bool, first: int, seed: int, rest: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, KeySpan]:
     """Random queries, caches and their span with offsets; masks are wider than the queries.
 

@@ -1,7 +1,5 @@
 """Compiled kernels serve from a copy of their folder, and those for another GPU do not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

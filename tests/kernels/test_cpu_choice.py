@@ -1,7 +1,5 @@
 """Masks, choices and noise in C++: the Triton kernels' cases, and wide vocabularies."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest

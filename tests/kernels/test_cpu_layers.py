@@ -1,7 +1,5 @@
 """The layers' parts in C++ against their references, and each row by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

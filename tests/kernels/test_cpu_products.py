@@ -1,7 +1,5 @@
 """Native products: what plain layers compute, the same bits for a row beside any others."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A thread's team: loops are done whole, and a fault in one is the caller's."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

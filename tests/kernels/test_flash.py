@@ -1,7 +1,5 @@
 """Attention by FlashAttention-3, of which a stand-in in torch does what its documentation says."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """Every kernel compiles for sm_80 to sm_120 as serving launches it, on a machine with no GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

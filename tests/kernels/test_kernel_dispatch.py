@@ -1,7 +1,5 @@
 """Which of an operation's two forms runs; and the definitions of what has no other test."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +28,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ci
 def test_kernels_of_the_cpu_never_import_triton() -> None:
     code = (
         "import sys, torch; sys.modules['triton'] = None\n"

@@ -1,7 +1,5 @@
 """Every Triton kernel equals its reference: in the interpreter always, on a GPU where one is."""
 
-from __future__ import annotations
-
 import inspect
 from concurrent.futures import ProcessPoolExecutor
 
@@ -35,10 +33,7 @@ def test_every_kernel_has_a_case() -> None:
 
 @pytest.mark.parametrize(
     ("name", "examples"),
-    few(
-        [*INTERPRETED.items(), *((name, SHORT) for name in CASES)],
-        ("tree_attention", SHORT),
-    ),
+    few([*INTERPRETED.items(), *((name, SHORT) for name in CASES)], ("tree_attention", SHORT)),
 )
 def test_kernel_in_the_interpreter(
     name: str, examples: int, interpreter: ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """Gated delta networks over trees, against the plain recurrence along each node's path."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

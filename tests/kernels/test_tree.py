@@ -1,7 +1,5 @@
 """Tree building, rerank and acceptance against slow, obvious versions."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch
@@ -10,14 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from overlap_spec.kernels import (
-    accept_path,
-    build_chain,
-    build_tree,
-    grow,
-    rerank,
-    select_nodes,
-)
+from overlap_spec.kernels import accept_path, build_chain, build_tree, grow, rerank, select_nodes
 
 DEAD = -torch.inf
 PARENTS = st.lists(st.integers(0, 10**6), min_size=0, max_size=12).map(

@@ -1,7 +1,5 @@
 """What attention's kernel becomes: copies that overlap products, no spilt register, room enough."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from pathlib import Path

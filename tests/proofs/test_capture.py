@@ -1,8 +1,6 @@
 """All that ``worker/graphs.py`` records can be captured in CUDA graphs: the host reads no value,
 nothing is copied from or to it, no memory is pinned, nothing waits. And each of these is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -60,16 +58,12 @@ TARGETS: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16
     },
     "biases": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
-    "caps": {
-        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16,
+    "caps": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16,
         "query_pre_attn_scalar": 16, "sliding_window": 8, "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "experts": {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16,
+        "final_logit_softcapping": 30.0, "hidden_activation": "gelu_pytorch_tanh"},
+    "experts": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16,
         "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    },
+        "norm_topk_prob": True},
     "states": HYBRID,
 }  # fmt: skip
 
@@ -125,15 +119,9 @@ def captured(
     return capture, count, launches, fault
 
 
-@pytest.mark.parametrize(
-    "name",
-    few(DRAFTERS, "eagle3, tree", "eagle3, tries"),
-)
+@pytest.mark.parametrize("name", few(DRAFTERS, "eagle3, tree", "eagle3, tries"))
 def test_every_recorded_pass_can_be_captured(
-    tiny: dict[str, Any],
-    folders: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
+    tiny: dict[str, Any], folders: dict[str, str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     kind, settings = DRAFTERS[name]
     settings = {**settings, "algorithm": kind.split()[0]}
@@ -185,10 +173,8 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "unique": (lambda x: x.unique(), "reads a value"),
     "repeats of a tensor": (lambda x: x.flatten().repeat_interleave(x.flatten()), "reads a value"),
     "a mask as an index": (lambda x: x[x > 0], "counts a mask's entries"),
-    "a mask that is written to": (
-        lambda x: x.clone().index_put_((x > 0,), x.new_zeros(())),
-        "counts a mask's entries",
-    ),
+    "a mask that is written to": (lambda x: x.clone().index_put_((x > 0,), x.new_zeros(())),
+        "counts a mask's entries"),
     "an expanded tensor that is written to": (
         lambda x: x.new_zeros(1).expand(2).copy_(x.flatten()[:2]),
         "share their memory",
@@ -197,25 +183,15 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "new_tensor": (lambda x: x.new_tensor([1, 2]), "comes up from the host"),
     "single tensor": (lambda x: torch.tensor(3, device=x.device), "comes up from the host"),
     "to": (lambda x: torch.arange(3, device="cpu").to(x.device), "comes up from the host"),
-    "copy": (
-        lambda x: x.new_zeros(3).copy_(torch.arange(3, device="cpu")),
-        "comes up from the host",
-    ),
-    "an index on the host": (
-        lambda x: x.flatten()[torch.zeros(2, dtype=torch.int64, device="cpu")],
-        "comes up from the host",
-    ),
-    "a number written to an index": (
-        lambda x: x.flatten().clone().index_put_(
-            (x.flatten() * 0,), torch.tensor(1, dtype=x.dtype, device="cpu")
-        ),
-        "comes up from the host",
-    ),
+    "copy": (lambda x: x.new_zeros(3).copy_(torch.arange(3, device="cpu")),
+        "comes up from the host"),
+    "an index on the host": (lambda x: x.flatten()[torch.zeros(2, dtype=torch.int64, device="cpu")],
+        "comes up from the host"),
+    "a number written to an index": (lambda x: x.flatten().clone().index_put_((x.flatten() * 0,),
+        torch.tensor(1, dtype=x.dtype, device="cpu")), "comes up from the host"),
     "cpu": (lambda x: x.cpu(), "goes down to the host"),
-    "copy to the host": (
-        lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x),
-        "goes down to the host",
-    ),
+    "copy to the host": (lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu").copy_(x),
+        "goes down to the host"),
     "pinned": (lambda _: torch.empty(3, device="cpu", pin_memory=True), "pins memory"),
     "synchronize": (lambda _: torch.cuda.synchronize(), "waits for the device"),
     "an event's wait": (

@@ -1,8 +1,6 @@
 """Mask rows go up for the nodes that a grammar reads, and for no others; whoever sends more is
 seen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

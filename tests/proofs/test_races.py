@@ -1,11 +1,8 @@
 """No two streams touch the same bytes unordered, in any tier, mode and mix of requests; and each
 wait of the step that is left out is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +25,9 @@ from overlap_spec.worker.extras import choices as choices_module
 from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep, Mirrored
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos, checkpoints
-from tests.support.held_graphs import all_columns, held_graphs
+from tests.support.held_graphs import all_columns, change_traits, held_graphs
 from tests.support.models import HYBRID
-from tests.support.race import (
-    PLAIN_NUMPY,
-    PLAIN_TOLIST,
-    ClockEvent,
-    ClockStreams,
-    Watch,
-    World,
-)
+from tests.support.race import PLAIN_NUMPY, PLAIN_TOLIST, ClockEvent, ClockStreams, Watch, World
 from tests.support.tiers import few
 
 
@@ -218,10 +208,7 @@ def test_no_stream_races_another_in_any_mode(
     held: bool,
     ahead: bool,
 ) -> None:
-    traits = build_module.traits_of
-    monkeypatch.setattr(
-        build_module, "traits_of", lambda phases: replace(traits(phases), verifies_ahead=ahead)
-    )
+    change_traits(monkeypatch, verifies_ahead=ahead)
     first, settings = chaos.settings_of(tier, room)
     with watched(tiny, monkeypatch, held, overlap=mode, **settings) as (world, engine):
         serve(engine, first, 4)

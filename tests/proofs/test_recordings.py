@@ -1,8 +1,6 @@
 """What a GPU records is finite, made before the first request, and of known size; its passes have
 few kernels. ``tests/mutants.py`` has a mutant of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,25 +20,18 @@ from overlap_spec.kernels import Tree
 from overlap_spec.kernels.triton.launch import Launch
 from overlap_spec.models.config import ModelConfig
 from overlap_spec.tiers import Tier
-from overlap_spec.worker import build as build_module
 from overlap_spec.worker import warm_up
 from overlap_spec.worker.build import graph_bytes
 from overlap_spec.worker.cuda_graphs import CudaGraphs
-from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.examples import padding
-from overlap_spec.worker.graphs import (
-    graph_size,
-    packed_size,
-    packed_sizes,
-    padded_size,
-)
+from overlap_spec.worker.graphs import graph_size, packed_size, packed_sizes, padded_size
 from overlap_spec.worker.in_flight import Buffers
 from overlap_spec.worker.model_runner import ModelRunner
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.capture import Kernels, as_on_a_gpu, engine_of
-from tests.support.held_graphs import HeldGraphs, all_columns, held_graphs
+from tests.support.held_graphs import HeldGraphs, serve_as_a_gpu
 from tests.support.tiers import few
 
 CHAIN: dict[str, Any] = {"num_steps": 5, "tries": True}
@@ -50,13 +41,7 @@ WORDS = Grammar.choice(["alpha", "beta", "alphabet", "gamma rays"])
 
 @pytest.fixture
 def as_served_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(build_module, "recordings_of", held_graphs)
-    monkeypatch.setattr(DraftPhase, "_visible", all_columns)
-    traits = build_module.traits_of
-    monkeypatch.setattr(
-        build_module, "traits_of", lambda phases: replace(traits(phases), compiles=True)
-    )
+    serve_as_a_gpu(monkeypatch)
 
 
 def made_while_serving(
@@ -123,7 +108,7 @@ def test_verified_nodes_have_few_sizes_and_waste_little() -> None:
 def chain_engine(tiny: dict[str, Any]) -> Iterator[Engine]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        engine_of(tiny, patch, algorithm="eagle3", max_running_requests=8, **CHAIN) as engine,
+        engine_of(tiny, patch, algorithm="eagle3", max_running_requests=6, **CHAIN) as engine,
     ):
         yield engine
 
@@ -193,7 +178,7 @@ def graphs_of(tiny: dict[str, Any], adaptive: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-@pytest.mark.parametrize("adaptive", GRAPHS)
+@pytest.mark.parametrize("adaptive", few(GRAPHS, "auto"))
 def test_few_graphs_are_recorded_at_the_start(tiny: dict[str, Any], adaptive: str) -> None:
     found = graphs_of(tiny, adaptive)
     assert all(count <= most for count, most in zip(found, GRAPHS[adaptive], strict=True)), found

@@ -1,9 +1,6 @@
 """Serving compiles nothing that the start did not: no step waits for Triton's compiler."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +10,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.tiers import SlotPolicy
-from overlap_spec.worker import build as build_module
-from overlap_spec.worker.draft_phase import DraftPhase
 from tests.support import chaos
-from tests.support.held_graphs import HeldGraphs, all_columns, held_graphs
+from tests.support.held_graphs import HeldGraphs, serve_as_a_gpu
 from tests.support.specialisations import Key, noted_kernels
 from tests.support.tiers import few
 
@@ -38,13 +33,7 @@ EVERYTHING: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recordings of one size each, over all columns of the page tables; and a warm start."""
-    monkeypatch.setattr(build_module, "recordings_of", held_graphs)
-    monkeypatch.setattr(DraftPhase, "_visible", all_columns)
-    traits = build_module.traits_of
-    monkeypatch.setattr(
-        build_module, "traits_of", lambda phases: replace(traits(phases), compiles=True)
-    )
+    serve_as_a_gpu(monkeypatch)
 
 
 def serve(engine: Engine, batches: range) -> None:

@@ -1,7 +1,5 @@
 """The whole engine on Triton's kernels, interpreted, says what it says on torch's."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any

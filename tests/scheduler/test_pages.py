@@ -1,7 +1,5 @@
 """Pages that were in use come before those that never were: a cache takes the memory it needs."""
 
-from __future__ import annotations
-
 from overlap_spec.scheduler.pages import PageAllocator
 from overlap_spec.scheduler.prefix import Node, PrefixTree
 

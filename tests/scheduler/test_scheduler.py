@@ -1,7 +1,5 @@
 """The scheduler alone, with a made-up worker: pages conserved, budgets kept, nobody starved."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection
 from dataclasses import replace

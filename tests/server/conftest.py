@@ -1,7 +1,5 @@
 """The server that most files share, and the playground's page in a browser."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import openai

@@ -1,7 +1,5 @@
 """What replies tell of drafts: OpenAI's names in the usage, vLLM's in the metrics."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -14,8 +12,8 @@ CHAT: dict[str, Any] = {"messages": MESSAGES, "regex": "(abc){20}", "temperature
 ASKS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT | {"max_tokens": 70},
     "/v1/completions": {"prompt": "abcabc", "regex": "(abc){20}", "max_tokens": 70},
-    "/v1/responses": {"input": "abcabc", "max_output_tokens": 30},
-    "/v1/messages": {"messages": MESSAGES, "max_tokens": 30},
+    "/v1/responses": {"input": "abcabc", "regex": "(abc){20}", "max_output_tokens": 70},
+    "/v1/messages": {"messages": MESSAGES, "regex": "(abc){20}", "max_tokens": 70},
 }
 
 

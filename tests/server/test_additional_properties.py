@@ -1,7 +1,5 @@
 """Members that a schema does not name: the setting, for each way to ask, and the field."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

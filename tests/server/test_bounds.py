@@ -1,7 +1,5 @@
 """One client's large or odd request holds up nobody else: refused at once, or done elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -27,13 +25,11 @@ from overlap_spec.server.protocol import Strict
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.types import Delta, Request, SamplingParams
 from tests.support.serving import Server, error_of, wait_for
-from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
 # Far over what a bounded reply needs on a machine with six other busy processes.
 SOON_S = 10.0
-pytestmark = needs_weights
 
 
 class Probe:
@@ -217,7 +213,7 @@ def test_streams_that_nobody_reads_end_and_hold_up_nobody(server: Server) -> Non
     with probed(server), contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(unread(server, body))
-        wait_for(lambda: server.state()["running"] > 0, 20)
+        wait_for(lambda: server.state()["running"] > 0)
         wait_for(lambda: server.state()["running"] == 0, 90)
         stack.close()
     server.settle()
@@ -297,7 +293,9 @@ BEGIN = {"type": "http.response.start", "status": 200, "headers": []}
 ENDED = {"type": "http.response.body"}
 
 
-async def _call(settings: ServerSettings, bodies: list[int], host: str = "localhost") -> list[int]:
+async def _call(
+    settings: ServerSettings, bodies: list[int], host: str = "localhost", key: str = ""
+) -> list[int]:
     """Statuses of requests whose bodies are in flight together."""
     entered = asyncio.Event()
 
@@ -307,7 +305,8 @@ async def _call(settings: ServerSettings, bodies: list[int], host: str = "localh
         await send(ENDED)
 
     async with guarded(app, settings) as client:
-        asked = [client.post("/generate", content=body(n), headers={"host": host}) for n in bodies]
+        headers = {"host": host, "authorization": f"Bearer {key}"}
+        asked = [client.post("/generate", content=body(n), headers=headers) for n in bodies]
         tasks = [asyncio.ensure_future(each) for each in asked]
         await asyncio.sleep(0.05)
         entered.set()
@@ -357,6 +356,12 @@ def test_a_front_over_its_memory_refuses_all_but_one() -> None:
     assert asyncio.run(_call(settings, [100])) == [200]
     settings = ServerSettings(max_front_bytes=2**40)
     assert asyncio.run(_call(settings, [100] * 3)) == [200] * 3
+
+
+def test_a_request_without_a_key_is_refused() -> None:
+    settings = ServerSettings(api_key="anna", max_front_bytes=2**40)
+    found = [asyncio.run(_call(settings, [1], key=key)) for key in ("", "bert", "anna")]
+    assert found == [[401], [401], [200]]
 
 
 def test_allowed_hosts() -> None:

@@ -1,7 +1,5 @@
 """Thinking, content and calls out of one text, wherever its pieces are cut; and the metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -153,8 +151,7 @@ class Connection:
 
 
 @pytest.mark.parametrize(
-    ("leaves_s", "works_s", "ends"),
-    [(60, 0, None), (0.01, 60, ClientGone), (60, 60, TimeoutError)],
+    ("leaves_s", "works_s", "ends"), [(60, 0, None), (0.01, 60, ClientGone), (60, 60, TimeoutError)]
 )
 def test_work_ends_with_its_client_and_with_its_time(
     leaves_s: float, works_s: float, ends: type[Exception] | None

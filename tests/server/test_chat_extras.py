@@ -1,7 +1,5 @@
 """What vLLM, SGLang and older clients send with a chat besides OpenAI's fields."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ from overlap_spec.grammar.reasoning.reply import load_reasoning
 from overlap_spec.server.conversation import ANY_TEXT, _after_thinking
 from overlap_spec.types import Request, SamplingParams
 from tests.support.serving import FIXED, PAIR, Server
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -25,10 +22,9 @@ TEMPLATE = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% en
 {%- if add_generation_prompt %}<|assistant|>
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
 {%- if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}{% endif %}"""
-pytestmark = needs_weights
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=few(["own"]))
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     file = tmp_path_factory.mktemp("template") / "chat.jinja"
     file.write_text(TEMPLATE)

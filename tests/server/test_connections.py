@@ -1,8 +1,6 @@
 """Connections cost a bounded time and number, whatever their clients do or leave out; what they say
 is read in one way or refused, and probes are always answered."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -20,14 +18,12 @@ from overlap_spec.server.connections import most_connections
 from overlap_spec.server.run import bind
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, raw, rest, shared_server, wait_for
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 LIMIT = 24
-pytestmark = needs_weights
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=few(["own"]))
 def server() -> Iterator[Server]:
     flags = {
         "--max-connections": str(LIMIT), "--header-timeout-s": "1", "--body-timeout-s": "3",

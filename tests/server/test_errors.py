@@ -1,7 +1,5 @@
 """Wrong requests: 400 in OpenAI's form that names the field, and a server that goes on."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -10,11 +8,9 @@ import pytest
 
 from overlap_spec.server import admin
 from tests.support.serving import Server, error_of
-from tests.support.skips import needs_weights
 
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
-pytestmark = needs_weights
 
 
 def schema(text: Any, **more: Any) -> dict[str, Any]:
@@ -26,12 +22,8 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
     (CHAT, {"messages": [{"role": "robot", "content": ""}]}, "messages[0]", "'robot'"),
     (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content", "content or tool_calls"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0].type",
-        "'text'",
-    ),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type", "'text'"),
     (CHAT, {"temprature": 1}, "temprature", "unknown field: did you mean temperature?"),
     (CHAT, {"respone_format": {}}, "respone_format", "did you mean response_format?"),
     (CHAT, {"temperature": -1}, "temperature", "temperature must be"),
@@ -62,12 +54,8 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "without stream"),
     (CHAT, {"skip_special_tokens": False}, "skip_special_tokens", "return_token_ids"),
     (CHAT, {"continue_final_message": True}, "messages", "only a text of the assistant"),
-    (
-        CHAT,
-        {"continue_final_message": True, "add_generation_prompt": True},
-        "continue_final_message",
-        "send one of them",
-    ),
+    (CHAT, {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message", "send one of them"),
     (TEXT, {"prompt": []}, "prompt", "at least 1 item"),
     (TEXT, {"prompt": [[]]}, "prompt[0]", "at least 1 item"),
     (TEXT, {"prompt": ["a", 1]}, "prompt[1]", "string"),
@@ -83,34 +71,18 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"store": True}, "store", "false is taken"),
     (RESPONSES, {"input": "x", "max_tokens": 1}, "max_tokens", "max_output_tokens"),
     (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "item_reference"),
-    (
-        RESPONSES,
-        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        "input[0].content[0].type",
-        "'input_text'",
-    ),
-    (
-        RESPONSES,
-        {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]},
-        "input",
-        "input[0].arguments",
-    ),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0].type", "'input_text'"),
+    (RESPONSES, {"input": [{"type": "function_call", "call_id": "1", "name": "f",
+        "arguments": "["}]}, "input", "input[0].arguments"),
     (RESPONSES, {"input": "x", "text": {"verbosity": "low"}}, "text.verbosity", "no such switch"),
     (RESPONSES, {"input": "x", "reasoning": {"effort": "low"}}, "reasoning.effort", "switch"),
     (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
     (RESPONSES, {"input": "x", "tool_choice": "required"}, "tool_choice", "goes with tools"),
-    (
-        RESPONSES,
-        {"input": "x", "text": {"format": {"type": "json_schema", "schema": {"type": "objekt"}}}},
-        "text.format",
-        "objekt",
-    ),
-    (
-        RESPONSES,
-        {"input": "x", "tools": [{"type": "function", "name": "f"}], "top_logprobs": 1},
-        "top_logprobs",
-        "send no tools",
-    ),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema",
+        "schema": {"type": "objekt"}}}}, "text.format", "objekt"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": "f"}], "top_logprobs": 1},
+        "top_logprobs", "send no tools"),
     (RESPONSES, {"input": "x " * 9000}, "prompt", "shorten"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format", "'xml'"),
     (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
@@ -121,49 +93,21 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"json_schema": "{broken"}, "json_schema", "not JSON"),
     (CHAT, {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "one"),
     (CHAT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least one"),
-    (
-        CHAT,
-        {"structured_outputs": {"regex": "a", "probabilities": True}},
-        "structured_outputs.probabilities",
-        "goes with choice",
-    ),
-    (
-        CHAT,
-        {"structured_outputs": {"regex": "a", "key_order": "any"}},
-        "structured_outputs.key_order",
-        "goes with json",
-    ),
-    (
-        CHAT,
-        {"structured_outputs": {"regex": "a", "formats": "annotation"}},
-        "structured_outputs.formats",
-        "goes with json",
-    ),
-    (
-        CHAT,
-        {"structured_outputs": {"json": {"required": list("abcdefghij")}, "key_order": "any"}},
-        "structured_outputs.json",
-        "10 properties",
-    ),
-    (
-        CHAT,
-        {"logprobs": True, "structured_outputs": {"choice": ["a"], "faithful": True}},
-        "logprobs",
-        "made among whole texts",
-    ),
-    (
-        CHAT,
-        {"structured_outputs": {"json_object": True, "whitespace_pattern": " "}},
-        "structured_outputs.whitespace_pattern",
-        "compact",
-    ),
+    (CHAT, {"structured_outputs": {"regex": "a", "probabilities": True}},
+        "structured_outputs.probabilities", "goes with choice"),
+    (CHAT, {"structured_outputs": {"regex": "a", "key_order": "any"}},
+        "structured_outputs.key_order", "goes with json"),
+    (CHAT, {"structured_outputs": {"regex": "a", "formats": "annotation"}},
+        "structured_outputs.formats", "goes with json"),
+    (CHAT, {"structured_outputs": {"json": {"required": list("abcdefghij")}, "key_order": "any"}},
+        "structured_outputs.json", "10 properties"),
+    (CHAT, {"logprobs": True, "structured_outputs": {"choice": ["a"], "faithful": True}},
+        "logprobs", "made among whole texts"),
+    (CHAT, {"structured_outputs": {"json_object": True, "whitespace_pattern": " "}},
+        "structured_outputs.whitespace_pattern", "compact"),
     (CHAT, {"tool_choice": "auto"}, "tool_choice", "goes with tools"),
-    (
-        CHAT,
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "maybe"},
-        "tool_choice",
-        "",
-    ),
+    (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "maybe"},
+        "tool_choice", ""),
     (TEXT, {}, "prompt", "required"),
     (TEXT, {"prompt": [9999]}, "prompt", "outside the vocabulary"),
     (TEXT, {"prompt": ["a"] * 200}, "n", "max_choices"),
@@ -173,61 +117,29 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"moderation": {"model": "x"}}, "moderation", "no moderation"),
     (CHAT, {"response_format": "json"}, "response_format", "must be a JSON object"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages[0]", "needs a 'role'"),
-    (
-        CHAT,
-        {"messages": [*HI, {"role": "assistant", "content": "x", "audio": {"id": "x"}}]},
-        "messages[1].audio",
-        "leave it out",
-    ),
+    (CHAT, {"messages": [*HI, {"role": "assistant", "content": "x", "audio": {"id": "x"}}]},
+        "messages[1].audio", "leave it out"),
     (RESPONSES, {"input": "x", "background": True}, "background", "send stream: true; false is"),
     (RESPONSES, {"input": "x", "reasoning_effort": "low"}, "reasoning_effort", "reasoning.effort"),
-    (
-        RESPONSES,
-        {"input": "x", "tools": [{"type": "function", "function": {"name": "f"}}]},
-        "tools[0].function",
-        "beside the type",
-    ),
-    (
-        RESPONSES,
-        {"input": "x", "text": {"format": {"type": "json_schema", "json_schema": {}}}},
-        "text.format.json_schema",
-        "beside the type",
-    ),
-    (
-        RESPONSES,
-        {"input": "x", "tools": [{"type": "function", "name": "f", "defer_loading": True}]},
-        "tools[0].defer_loading",
-        "false is taken",
-    ),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function", "function": {"name": "f"}}]},
+        "tools[0].function", "beside the type"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema", "json_schema": {}}}},
+        "text.format.json_schema", "beside the type"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function", "name": "f", "defer_loading": True}]},
+        "tools[0].defer_loading", "false is taken"),
     ("/generate", {"text": "a", "temperature": 0}, "temperature", "in sampling_params"),
     ("/generate", {"text": "a", "token_ids_logprob": [1]}, "token_ids_logprob", "top_logprobs_num"),
-    (
-        "/generate",
-        {"text": "a", "sampling_params": {"logit_bias": {"1": 101}}},
-        "sampling_params.logit_bias",
-        "between -100 and 100",
-    ),
-    (
-        "/generate",
-        {"text": "a", "sampling_params": {"regex": "["}},
-        "sampling_params.regex",
-        "unterminated",
-    ),
+    ("/generate", {"text": "a", "sampling_params": {"logit_bias": {"1": 101}}},
+        "sampling_params.logit_bias", "between -100 and 100"),
+    ("/generate", {"text": "a", "sampling_params": {"regex": "["}}, "sampling_params.regex",
+        "unterminated"),
     (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True, "n": 2}, "n", "without n"),
     ("/generate", {}, "text", "either text or input_ids"),
     ("/generate", {"text": "a", "input_ids": [1]}, "text", "either"),
-    (
-        "/generate",
-        {"text": "a", "sampling_params": {"max_tokens": 1}},
-        "sampling_params.max_tokens",
-        "max_new_tokens",
-    ),
-    (
-        "/generate",
-        {"text": "a", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 5}},
-        "sampling_params.min_new_tokens",
-        "over max_tokens",
-    ),
+    ("/generate", {"text": "a", "sampling_params": {"max_tokens": 1}}, "sampling_params.max_tokens",
+        "max_new_tokens"),
+    ("/generate", {"text": "a", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 5}},
+        "sampling_params.min_new_tokens", "over max_tokens"),
     ("/generate", {"text": ["a"], "sampling_params": [{}, {}]}, "sampling_params", "2 values"),
     ("/generate", {"text": "a", "lora_path": "x"}, "lora_path", "by its name"),
     ("/generate", {"text": "a", "rid": "x" * 257}, "rid", "at most 256"),
@@ -236,7 +148,7 @@ CASES: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/abort_request", {}, "rid", "abort_all"),
     ("/tokenize", {}, "prompt", "either"),
     ("/detokenize", {"tokens": [5000]}, "tokens", "outside the vocabulary"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "body", "param", "words"), CASES)

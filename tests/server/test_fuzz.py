@@ -1,7 +1,5 @@
 """The server against what its own OpenAPI document allows and forbids: never a 5xx."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 
@@ -19,7 +17,6 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.support.serving import Server, shared_server
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 CHECKS = [
@@ -29,7 +26,6 @@ CHECKS = [
     response_schema_conformance,
 ]
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
-pytestmark = needs_weights
 
 
 def fuzz(server: Server, examples: int) -> int:

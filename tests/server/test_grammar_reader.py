@@ -1,7 +1,5 @@
 """The processes that read long grammars: what befalls them is told as it is."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -20,6 +18,7 @@ from overlap_spec.grammar.isolation.limits import CompileFailure, FailureKind
 from overlap_spec.server.constraints import GrammarReader
 from overlap_spec.server.errors import as_api_error
 from tests.support.faulty_backend import eat_where_little_is_left, forge
+from tests.support.serving import children
 from tests.support.tiers import few
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
@@ -27,26 +26,23 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 GOOD = partial(Grammar.json_schema, {"type": "object", "title": "é\N{SKULL}"})
 
 
-def children(of: int | str = "self") -> set[int]:
+def below(of: int) -> set[int]:
     """Children of a process, and theirs."""
-    found = set[int]()
-    for file in Path(f"/proc/{of}/task").glob("*/children"):
-        for pid in map(int, file.read_text().split()):
-            found |= {pid, *children(pid)}
-    return found
+    own = children(of)
+    return {*own, *(pid for child in own for pid in below(child))}
 
 
 def reading(work: Callable[[GrammarReader, set[int]], Awaitable[Any]]) -> Any:
     """What ``work`` returns, which gets a reader and the processes that it has started."""
 
     async def run() -> Any:
-        before, reader = children(), GrammarReader()
+        before, reader = below(os.getpid()), GrammarReader()
         reader.warm()
         try:
             await reader.read(pickle.dumps(GOOD))
             pids = set[int]()
             # A further worker may be on its way.
-            while pids != (pids := children() - before):
+            while pids != (pids := below(os.getpid()) - before):
                 await asyncio.sleep(0.5)
             return await work(reader, pids)
         finally:

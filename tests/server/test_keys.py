@@ -1,7 +1,5 @@
 """Who may do what: keys from files, one's own requests, administration, secrets."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -19,14 +17,14 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.server.keys import Keys, network_of
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, Server, children, wait_for
-from tests.support.skips import needs_weights
+from tests.support.tiers import few
 
 ANNA, BERT, ROOT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert", "root"))
 PAGE = "https://page.example"
 ENDLESS = {"text": "go", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=few(["own"]))
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("keys")
     (folder / "keys").write_text("# clients\nanna\n\n  bert \n")
@@ -47,28 +45,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def under_way(server: Server, rid: str, who: dict[str, str]) -> Iterator[Future[httpx.Response]]:
     """A request that runs until somebody aborts it."""
     asked = server.later("/generate", ENDLESS | {"rid": rid}, who)
-    wait_for(lambda: server.state()["running"] == 1, 20)
+    wait_for(lambda: server.state()["running"] == 1)
     yield asked
     abort(server, {"abort_all": True}, ROOT)
     assert asked.result(20).json()["meta_info"]["finish_reason"]["type"] == "abort"
     server.settle()
 
 
-@needs_weights
 def test_each_rid_of_a_list_is_aborted_by_itself(server: Server) -> None:
     length = {"max_new_tokens": 4000, "ignore_eos": True}
     short = {"max_new_tokens": 1}
     body: dict[str, Any] = {"text": ["a", "b", "c"], "rid": ["one", "two", "three"]}
     body |= {"sampling_params": [length | {"n": 2}, length, short]}
     asked = server.later("/generate", body, ANNA)
-    wait_for(lambda: server.state()["running"] == 3, 20)
+    wait_for(lambda: server.state()["running"] == 3)
     for rid in ("one", "two"):
         again = {"text": "a", "rid": rid, "sampling_params": short}
         refused = server.post("/generate", again, ANNA)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "rid")
         assert abort(server, {"rid": rid}, BERT).json() == {"aborted": 0}
     assert abort(server, {"rid": "two"}, ANNA).json() == {"aborted": 1}
-    wait_for(lambda: server.state()["running"] == 2, 20)
+    wait_for(lambda: server.state()["running"] == 2)
     assert abort(server, {"rid": "three"}, ANNA).json() == {"aborted": 0}
     assert abort(server, {"rid": "one"}, ANNA).json() == {"aborted": 2}
     replies = asked.result(20).json()
@@ -79,7 +76,6 @@ def test_each_rid_of_a_list_is_aborted_by_itself(server: Server) -> None:
     assert abort(server, {"rid": "one"}, ANNA).json() == {"aborted": 0}
 
 
-@needs_weights
 def test_two_prompts_do_not_share_an_id(server: Server) -> None:
     body = {"text": ["a", "b"], "rid": ["same", "same"]}
     reply = server.post("/generate", body, ANNA)
@@ -90,7 +86,6 @@ def abort(server: Server, body: dict[str, Any], who: dict[str, str]) -> httpx.Re
     return server.post("/abort_request", body, who)
 
 
-@needs_weights
 def test_every_key_of_the_files_is_accepted(server: Server) -> None:
     for who, status in ((ANNA, 200), (BERT, 200), (ROOT, 200), ({}, 401)):
         assert httpx.get(server.url + "/v1/models", headers=who).status_code == status
@@ -101,7 +96,6 @@ def test_every_key_of_the_files_is_accepted(server: Server) -> None:
     assert httpx.get(server.url + "/health").status_code == 200
 
 
-@needs_weights
 def test_a_rid_in_use_is_not_taken_over(server: Server) -> None:
     with under_way(server, "same", ANNA):
         again = ENDLESS | {"rid": "same"}
@@ -116,7 +110,6 @@ def test_a_rid_in_use_is_not_taken_over(server: Server) -> None:
     assert reply.status_code == 200
 
 
-@needs_weights
 def test_administration_has_a_key_of_its_own(server: Server) -> None:
     with under_way(server, "long", ANNA) as asked:
         refused = abort(server, {"abort_all": True}, ANNA)
@@ -125,14 +118,13 @@ def test_administration_has_a_key_of_its_own(server: Server) -> None:
         assert abort(server, {"rid": "long"}, ROOT).json() == {"aborted": 1}
 
 
-@needs_weights
 def test_where_others_requests_stand_is_the_administrators_to_see(server: Server) -> None:
     def asked(who: dict[str, str]) -> Any:
         return httpx.get(server.url + "/requests", headers=who, timeout=20).json()
 
     assert httpx.get(server.url + "/requests", timeout=20).status_code == 401
     with under_way(server, "secret-rid", ANNA):
-        wait_for(lambda: asked(ROOT)["requests"], 20)
+        wait_for(lambda: asked(ROOT)["requests"])
         (own,) = asked(ANNA)["requests"]
         assert (own["id"], own["own"]) == ("secret-rid", True)
         others = asked(BERT)
@@ -145,7 +137,6 @@ def test_where_others_requests_stand_is_the_administrators_to_see(server: Server
         assert "anna" not in json.dumps(seen)
 
 
-@needs_weights
 def test_children_know_no_secret(server: Server) -> None:
     pids = children(server.process.pid)
     assert len(pids) >= 2
@@ -159,7 +150,6 @@ def test_children_know_no_secret(server: Server) -> None:
     assert "hidden-from-children" not in server.get("/server_info").text
 
 
-@needs_weights
 def test_a_key_is_taken_from_either_header(server: Server) -> None:
     body = {"max_tokens": 3, "messages": [{"role": "user", "content": "hi"}]}
     for path in ("/v1/messages", "/v1/chat/completions"):
@@ -177,7 +167,6 @@ def test_a_key_is_taken_from_either_header(server: Server) -> None:
                 assert reply.json()["error"]["type"] == "authentication_error"
 
 
-@needs_weights
 def test_clients_in_pages_may_send_headers_of_their_own(server: Server) -> None:
     asked = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
     headers = {
@@ -209,7 +198,6 @@ def cached(server: Server, who: dict[str, str], **more: Any) -> int:
     return count
 
 
-@needs_weights
 def test_what_was_computed_for_a_key_is_for_it_alone(server: Server) -> None:
     assert cached(server, ANNA) == 0
     assert cached(server, ANNA) > 0

@@ -1,7 +1,5 @@
 """Nothing that a client sends holds the event loop, and what does would be seen."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -19,7 +17,6 @@ from overlap_spec.server.sglang import GenerateBody, SGLangFormatter
 from overlap_spec.stats import RequestStats
 from overlap_spec.types import Delta, Output, Request, SamplingParams, TokenLogprobs
 from tests.support.serving import MOST_TURN_S, Server
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 CHAT = "/v1/chat/completions"
@@ -172,7 +169,6 @@ def _bodies() -> dict[str, tuple[str, Any, int]]:
     }
 
 
-@needs_weights
 @pytest.mark.parametrize("name", few(_bodies(), "a short slow schema"))
 def test_no_request_holds_the_loop(server: Server, name: str) -> None:
     path, body, at_once = _bodies()[name]

@@ -1,7 +1,5 @@
 """Adapters by their names over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,26 +8,20 @@ import httpx
 import pytest
 import torch
 
-from tests.support.checkpoints import write_tokenizer
 from tests.support.lora import write_adapter
-from tests.support.models import CASES, greedy, reference
+from tests.support.models import greedy, of_bytes
 from tests.support.serving import FIXED, Server
+from tests.support.tiers import few
 
 PROMPT = list(range(40, 70))
 TOKENS = 10
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=few(["own"]))
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, Any]]]:
     """A server with two adapters, and what each makes of its model."""
     folder = tmp_path_factory.mktemp("served")
-    family, extra = CASES["llama"]
-    CASES["llama served"] = family, {**extra, "vocab_size": 260}
-    try:
-        model = reference("llama served", folder / "base")
-    finally:
-        del CASES["llama served"]
-    write_tokenizer(folder / "base")
+    model = of_bytes("llama", folder / "base")
     models = {"base": model}
     for name in ("first", "second"):
         models[name] = write_adapter(folder / name, model, "q_proj|v_proj|down_proj", alpha=24.0)
@@ -52,9 +44,7 @@ def test_the_models_list_has_the_adapters(served: tuple[Server, dict[str, Any]])
 
 
 @torch.no_grad()
-def test_a_request_has_the_adapter_that_is_its_model(
-    served: tuple[Server, dict[str, Any]],
-) -> None:
+def test_a_request_has_the_adapter_that_is_its_model(served: tuple[Server, dict[str, Any]]) -> None:
     """On each route; the reply names it."""
     server, models = served
     asked = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}

@@ -1,7 +1,5 @@
 """``/v1/messages`` in Anthropic's shape, and its equality with chats."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -10,7 +8,6 @@ import jsonschema
 import pytest
 
 from tests.support.serving import PAIR, Server
-from tests.support.skips import needs_weights
 
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
@@ -19,7 +16,6 @@ CHAT_TOOL = {
     "type": "function",
     "function": {"name": "zyx_tool", "description": "Takes a pair.", "parameters": PAIR},
 }
-pytestmark = needs_weights
 
 
 def ask(server: Server, body: dict[str, Any]) -> Any:

@@ -1,7 +1,5 @@
 """The server through OpenAI's client, and in SGLang's shape."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path
@@ -15,7 +13,6 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from tests.support.serving import Server
-from tests.support.skips import needs_weights
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MODEL = "overlap-spec"
@@ -23,7 +20,6 @@ PERSON = json.loads((EXAMPLES / "person.schema.json").read_text())
 MARIA = [{"role": "user", "content": "Maria Lopez is 34 years old and lives in Lisbon."}]
 WEATHER = [{"role": "user", "content": "What is the weather in Vienna in celsius?"}]
 TOOLS = json.loads((EXAMPLES / "tools.json").read_text())
-pytestmark = needs_weights
 
 
 def schema_format(schema: Any) -> Any:

@@ -1,7 +1,5 @@
 """Requests as clients of vLLM and SGLang send them: taken, held, or let go with a warning."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -9,11 +7,9 @@ from typing import Any
 import pytest
 
 from tests.support.serving import Server, error_of
-from tests.support.skips import needs_weights
 
 CHAT, TEXT, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 SAID = "Maria Lopez is 34 years old and lives in Lisbon."
-pytestmark = needs_weights
 # What asks for nothing.
 NEUTRAL: dict[str, Any] = {
     "use_beam_search": False,

@@ -1,7 +1,5 @@
 """The playground in a real browser, against a real server."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -29,7 +27,6 @@ from tests.support.playground import (
     write,
 )
 from tests.support.serving import Server
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +58,6 @@ def test_every_element_that_the_scripts_name_is_there() -> None:
     assert set(named) <= set(ids)
 
 
-@needs_weights
 def test_only_the_pages_own_files_are_handed_out(server: Server) -> None:
     for name, content in SOURCES.items():
         if name == "index.html":
@@ -74,7 +70,6 @@ def test_only_the_pages_own_files_are_handed_out(server: Server) -> None:
         assert httpx.get(f"{server.url}/playground/{name}").status_code == 404
 
 
-@needs_weights
 @needs_browser
 def test_a_schema_in_gives_valid_json_out(page: Browser, server: Server) -> None:
     schema = {
@@ -137,31 +132,21 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"structured_outputs": {"choice": ["pending", "shipped", "delivered", "cancelled"]}},
         "shipped",
     ),
-    "Any object: JSON": (
-        "Extract name, age and city: Anna is 30 and lives in Rome.",
-        {"response_format": {"type": "json_object"}},
-        '"name":"Anna"',
-    ),
+    "Any object: JSON": ("Extract name, age and city: Anna is 30 and lives in Rome.",
+        {"response_format": {"type": "json_object"}}, '"name":"Anna"'),
     "A date: regex": (
         "The Robotics Fair takes place on 2025-03-14 at 18:30 in Oslo. Give only the date.",
         {"regex": r"20\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])"},
         "2025-03-14",
     ),
-    "Yes or no: grammar": (
-        "The flight is delayed. Is the flight delayed?",
-        {"ebnf": 'root ::= "yes" | "no"'},
-        "yes",
-    ),
-    "The weather: tools": (
-        "What is the weather in Vienna in celsius?",
-        {"tools": TOOLS[:1]},
-        '"city":"Vienna","unit":"celsius"',
-    ),
+    "Yes or no: grammar": ("The flight is delayed. Is the flight delayed?",
+        {"ebnf": 'root ::= "yes" | "no"'}, "yes"),
+    "The weather: tools": ("What is the weather in Vienna in celsius?", {"tools": TOOLS[:1]},
+        '"city":"Vienna","unit":"celsius"'),
     "A greeting: free text": ("Good morning", {}, "Good morning! What should I extract?"),
-}
+}  # fmt: skip
 
 
-@needs_weights
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_are_answered_right(name: str, server: Server) -> None:
     """What the page sends for them, without a browser."""
@@ -176,7 +161,6 @@ def test_the_examples_are_answered_right(name: str, server: Server) -> None:
     server.settle()
 
 
-@needs_weights
 @needs_browser
 def test_stop_aborts_the_request(page: Browser, server: Server) -> None:
     select(page, "kind", "regex")
@@ -193,7 +177,6 @@ def test_stop_aborts_the_request(page: Browser, server: Server) -> None:
     assert errors(page) == []
 
 
-@needs_weights
 @needs_browser
 def test_faults_are_told_beside_their_field(page: Browser, server: Server) -> None:
     select(page, "kind", "json_schema")
@@ -226,7 +209,6 @@ def test_faults_are_told_beside_their_field(page: Browser, server: Server) -> No
     server.settle()
 
 
-@needs_weights
 @needs_browser
 def test_keyboard_reaches_every_control(page: Browser) -> None:
     seen = []
@@ -239,7 +221,6 @@ def test_keyboard_reaches_every_control(page: Browser) -> None:
     assert [name for name in dict.fromkeys(seen) if name in wanted.split()] == wanted.split()
 
 
-@needs_weights
 @needs_browser
 def test_the_page_shows_an_answer_before_anybody_asks(page: Browser) -> None:
     assert text(page, "verdict").startswith("✓ whole JSON")
@@ -256,7 +237,6 @@ def copied(page: Browser, button: str) -> str:
     return text(page, "code")
 
 
-@needs_weights
 @needs_browser
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
 def test_a_request_is_copied_as_curl(page: Browser) -> None:
@@ -271,7 +251,6 @@ def test_a_request_is_copied_as_curl(page: Browser) -> None:
     page.evaluate("document.getElementById('key').value = ''")
 
 
-@needs_weights
 @needs_browser
 @pytest.mark.parametrize("name", few(EXAMPLES, "A date: regex", "The weather: tools"))
 def test_a_request_is_copied_as_python(
@@ -290,7 +269,6 @@ def test_a_request_is_copied_as_python(
     page.evaluate("document.getElementById('key').value = ''")
 
 
-@needs_weights
 @needs_browser
 def test_a_link_holds_the_request_and_runs_nothing(page: Browser, server: Server) -> None:
     select(page, "kind", "regex")
@@ -314,7 +292,6 @@ def test_a_link_holds_the_request_and_runs_nothing(page: Browser, server: Server
         assert text(page, "error").startswith("this link holds no request")
 
 
-@needs_weights
 @needs_browser
 def test_a_race_shows_the_same_text_in_fewer_steps(page: Browser, server: Server) -> None:
     select(page, "example", "Any object: JSON")
@@ -354,7 +331,6 @@ def canned_stream() -> str:
     return stream([{"tokens": t, "tier": TIER, "accepted": len(t) - 1} for t in RUNS])
 
 
-@needs_weights
 @needs_browser
 def test_tokens_are_coloured_by_how_they_came(page: Browser) -> None:
     answer(
@@ -388,7 +364,6 @@ def test_tokens_are_coloured_by_how_they_came(page: Browser) -> None:
     assert errors(page) == []
 
 
-@needs_weights
 @needs_browser
 def test_a_key_is_asked_for_and_sent(page: Browser) -> None:
     refusal = {"error": {"message": "no or a wrong API key", "param": None}}

@@ -1,7 +1,5 @@
 """The playground's drafts as trees, its replay, and its view of all streams."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -20,9 +18,8 @@ from tests.support.playground import (
     text,
     write,
 )
-from tests.support.skips import needs_weights
 
-pytestmark = [needs_weights, needs_browser]
+pytestmark = needs_browser
 NODES = "[...document.querySelectorAll('#tree .node')]"
 EDGES = "[...document.querySelectorAll('#tree .edge')]"
 AHEAD = "[...document.querySelectorAll('#replay-text .ahead')].map(s => s.textContent).join('')"
@@ -43,19 +40,10 @@ def told(step: int, tokens: str, *nodes: dict[str, Any], left_out: int = 0) -> d
 STEPS = [
     told(11, "na:bonus"),
     told(12, "me:drafted,an :bonus", node("me", -1, "accepted"), node("b", 0, "rejected")),
-    told(
-        13,
-        "na:drafted, or:grafted,x:forced,:bonus",
-        node("na", -1, "accepted"),
-        node("no", -1, "rejected"),
-        node("<b>", -1, "masked"),
-        node(" or", 0, "accepted"),
-        node("y", 1, "rejected"),
-        node("z", 3, "late"),
-        node("&", 2, "masked"),
-        left_out=5,
-    ),
-]
+    told(13, "na:drafted, or:grafted,x:forced,:bonus", node("na", -1, "accepted"),
+        node("no", -1, "rejected"), node("<b>", -1, "masked"), node(" or", 0, "accepted"),
+        node("y", 1, "rejected"), node("z", 3, "late"), node("&", 2, "masked"), left_out=5),
+]  # fmt: skip
 TIMES = spans(
     (11, "prefill", "prefill", 0, 2),
     (12, "compute", "draft", 2, 4),
@@ -158,6 +146,7 @@ def test_each_step_has_its_times(replay: Browser) -> None:
     assert errors(replay) == []
 
 
+@pytest.mark.ci
 def test_a_replay_plays_through_and_rests_at_the_end(replay: Browser) -> None:
     """Its phases come in their order: nothing, the guesses, the grammar's word, everything."""
     select(replay, "replay-pace", "30")
@@ -233,6 +222,7 @@ def standing(name: str | None, state: str, own: bool, output: int) -> dict[str, 
     }  # fmt: skip
 
 
+@pytest.mark.ci
 def test_all_streams_are_watched_while_somebody_looks(page: Browser) -> None:
     sent = [e["request"]["url"] for e in page.told("Network.requestWillBeSent")]
     assert not any(url.endswith("/requests") for url in sent)

@@ -1,7 +1,5 @@
 """Log-probabilities of prompts over HTTP: OpenAI's ``echo`` with ``logprobs``, vLLM's field."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -9,7 +7,6 @@ import openai
 import pytest
 
 from tests.support.serving import Server
-from tests.support.skips import needs_weights
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MODEL = "overlap-spec"
@@ -17,7 +14,6 @@ SAID = "Maria Lopez is 34 years old and lives in Lisbon. Größe: 3 µm."
 ASKED: list[Any] = [{"role": "user", "content": SAID}]
 # The server's logits, of another batch.
 CLOSE = 0.02
-pytestmark = needs_weights
 
 
 def ask(server: Server, path: str, **more: Any) -> Any:

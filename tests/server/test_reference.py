@@ -1,7 +1,5 @@
 """``docs/http.md`` has the routes and fields that there are."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -12,7 +10,6 @@ from overlap_spec.server.protocol import Sampling
 from overlap_spec.server.reference import DEFAULTS, URL, markdown
 from overlap_spec.types import SamplingParams
 from tests.support.serving import Server
-from tests.support.skips import needs_weights
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
@@ -76,7 +73,6 @@ def test_every_route_has_an_example() -> None:
     assert [path for path, _ in EXAMPLES] == paths
 
 
-@needs_weights
 def test_the_examples_are_answered(server: Server) -> None:
     for path, curl in EXAMPLES:
         command = curl.replace(URL, server.url).replace("curl -s", "curl -s -w '\\n%{http_code}'")

@@ -1,7 +1,5 @@
 """``/v1/responses``, as OpenAI's client sends and reads it, and its equality with chats."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -10,13 +8,11 @@ import openai
 from pydantic import BaseModel
 
 from tests.support.serving import PAIR, Server
-from tests.support.skips import needs_weights
 
 MODEL = "overlap-spec"
 TEXT = "Maria Lopez is 34 years old and lives in Lisbon."
 ASKED = [{"role": "user", "content": TEXT}]
 TOOL: dict[str, Any] = {"type": "function", "name": "zyx_tool", "parameters": PAIR, "strict": True}
-pytestmark = needs_weights
 
 
 def chat_text(client: openai.OpenAI, messages: Any, **more: Any) -> str | None:

@@ -1,7 +1,5 @@
 """Routes about the server, other origins, and TLS."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket
@@ -18,9 +16,6 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.server.run import tls_context
 from overlap_spec.server.settings import ServerSettings
 from tests.support.serving import FIXED, MOST_TURN_S, Server, shared_server
-from tests.support.skips import needs_weights
-
-pytestmark = needs_weights
 
 
 def test_routes_under_the_names_of_other_servers() -> None:

@@ -1,7 +1,5 @@
 """A server that is short of memory, or of room on its disk, says so, and goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
@@ -18,13 +16,10 @@ import pytest
 
 from tests.support.faulty_backend import limit_growth
 from tests.support.serving import Server, wait_for
-from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 LONG = {"max_new_tokens": 300, "ignore_eos": True}
-
-pytestmark = needs_weights
 
 
 def limited(kind: int, value: int) -> Callable[[], None]:

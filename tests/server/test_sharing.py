@@ -1,7 +1,5 @@
 """A client that asks for much waits for itself: others' requests and grammars have their turns."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -11,16 +9,12 @@ import httpx
 import pytest
 
 from tests.support.serving import FIXED, Server, wait_for
-from tests.support.skips import needs_weights
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 ANNA, BERT = ({"Authorization": f"Bearer {key}"} for key in ("anna", "bert"))
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
-pytestmark = [
-    pytest.mark.ci,
-    needs_weights,
-]
+pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +40,7 @@ def test_a_queue_that_one_has_filled_takes_another_ones_request(server: Server) 
     many = {"text": "a", "rid": "many", "sampling_params": ENDLESS | {"n": 8}}
     short = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
     with asking(server, "/generate", [many], ANNA):
-        wait_for(lambda: server.state()["open"] == 8, 20)
+        wait_for(lambda: server.state()["open"] == 8)
         refused = server.post("/generate", short, ANNA)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         # Its turn comes as soon as one of the two rows is free: not behind all six that wait.
@@ -72,6 +66,6 @@ def test_a_reader_that_one_keeps_busy_reads_another_ones_schema(server: Server) 
     form = {"type": "json_schema", "json_schema": {"schema": {"properties": properties}}}
     good = {"messages": HI, "max_tokens": 1, "response_format": form}
     with asking(server, CHAT, [slow_schema(i) for i in range(16)], ANNA) as asked:
-        wait_for(lambda: len(server.readers()) >= 2, 20)
+        wait_for(lambda: len(server.readers()) >= 2)
         assert server.post(CHAT, good, BERT).status_code == 200
         assert sum(not each.done() for each in asked) > 6

@@ -1,7 +1,5 @@
 """The drafts of each step in a stream, and where requests stand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,9 +9,7 @@ import httpx
 import pytest
 
 from tests.support.serving import Server, shared_server, wait_for
-from tests.support.skips import needs_weights
 
-pytestmark = needs_weights
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -28,11 +24,7 @@ PROMPT = "Anna Weber, a 29-year-old nurse from Graz, works for Alpine Care."
 
 def told(server: Server, path: str, **options: bool) -> tuple[str, list[dict[str, Any]]]:
     """The output of a stream with these options, and its ``overlap_spec`` fields."""
-    body: dict[str, Any] = {
-        "stream_options": options,
-        "temperature": 0,
-        "max_tokens": 60,
-    }
+    body: dict[str, Any] = {"stream_options": options, "temperature": 0, "max_tokens": 60}
     body |= {"structured_outputs": {"json": SCHEMA}}
     chat = "chat" in path
     body |= {"messages": [{"role": "user", "content": PROMPT}]} if chat else {"prompt": PROMPT}

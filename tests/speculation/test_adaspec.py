@@ -1,7 +1,5 @@
 """AdaSpec's algorithms by hand, its policy, and the baselines that it is compared with."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import inf
 

@@ -1,7 +1,5 @@
 """``auto`` on simulated machines: nearly as good as the best static tier."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -9,12 +7,7 @@ import pytest
 from bench import six_machines
 from overlap_spec.engine.budgets import Budgets
 from overlap_spec.speculation.auto import AutoPolicy
-from overlap_spec.speculation.cost import (
-    PROFILE_SPREAD,
-    STARTUP_SPREAD,
-    CostModel,
-    shape_of,
-)
+from overlap_spec.speculation.cost import PROFILE_SPREAD, STARTUP_SPREAD, CostModel, shape_of
 from overlap_spec.speculation.memory import Memory
 from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (

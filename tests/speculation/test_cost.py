@@ -1,7 +1,5 @@
 """The cost model: its formula by hand, its fit, and what it learns from whole steps."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The published length policy: hand-computed traces, presets, config files, snapshots."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -205,24 +203,12 @@ def test_slots_are_lower_bounds_and_independent() -> None:
 
 # Slot: candidate steps, and what is not SGLang's default of a slot.
 PUBLISHED: dict[str, dict[int, tuple[tuple[int, ...], dict[str, float]]]] = {
-    "default": {
-        1: ((1, 3, 7), {}),
-        8: ((1, 3), {"down_hysteresis": 0.0}),
-        32: ((1,), {}),
-    },
-    "aggressive": {
-        1: ((1, 3, 7), {}),
-        8: ((1, 3, 7), {"ceiling_coeff": 3.0}),
-        64: ((1, 3), {"ceiling_coeff": 1.67}),
-        128: ((1, 3), {"ceiling_coeff": 1.2}),
-    },
-    "with_off": {
-        1: ((1, 3, 5, 7), {}),
-        8: ((0, 1, 3), {"down_hysteresis": 0.0}),
-        32: ((0, 1), {"down_hysteresis": 0.0}),
-        64: ((0,), {"down_hysteresis": 0.0}),
-    },
-}
+    "default": {1: ((1, 3, 7), {}), 8: ((1, 3), {"down_hysteresis": 0.0}), 32: ((1,), {})},
+    "aggressive": {1: ((1, 3, 7), {}), 8: ((1, 3, 7), {"ceiling_coeff": 3.0}),
+        64: ((1, 3), {"ceiling_coeff": 1.67}), 128: ((1, 3), {"ceiling_coeff": 1.2})},
+    "with_off": {1: ((1, 3, 5, 7), {}), 8: ((0, 1, 3), {"down_hysteresis": 0.0}),
+        32: ((0, 1), {"down_hysteresis": 0.0}), 64: ((0,), {"down_hysteresis": 0.0})},
+}  # fmt: skip
 EVERY = {
     "ema_alpha": 0.2, "update_interval": 5, "warmup_batches": 10, "down_hysteresis": -0.25,
     "up_hysteresis": 0.0, "ceiling_coeff": 0.0,

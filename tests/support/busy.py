@@ -3,8 +3,6 @@
 ``python -m tests.support.busy 6 COMMAND ...``
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -13,8 +13,6 @@ it raises at what a capture cannot hold.
 - Nothing that a graph takes or gives is expanded, or lies in the memory that graphs share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

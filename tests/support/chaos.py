@@ -1,7 +1,5 @@
 """Random requests through engines whose streams have random delays, held to a serial oracle."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -142,19 +140,19 @@ def settings_of(tier: str, room: str) -> tuple[int, dict[str, Any]]:
 def outputs_equal(oracle: Engine, engine: Engine, first: int, count: int = 17) -> None:
     """Random batches through both, the laws held and the outputs the same."""
     for seed in range(first, first + count):
-        asks = random_asks(seed)
-        wanted = run(oracle, [replace(ask, abort_step=None) for ask in asks])
-        for ask, want, got in zip(asks, wanted, run(engine, asks), strict=True):
-            if got.finish_reason == "abort":
-                assert want.token_ids[: len(got.token_ids)] == got.token_ids
-                continue
-            assert ask.abort_step is None or got.finish_reason == want.finish_reason
-            assert (got.text, got.token_ids) == (want.text, want.token_ids), (seed, ask)
-            assert got.finish_reason == want.finish_reason
-            assert got.stop_match == want.stop_match
-            assert len(got.logprobs) == len(want.logprobs)
-            for a, b in zip(got.logprobs, want.logprobs, strict=True):
-                assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+        equal(oracle, engine, random_asks(seed))
+
+
+def equal(oracle: Engine, engine: Engine, asks: list[Ask]) -> None:
+    wanted = run(oracle, [replace(ask, abort_step=None) for ask in asks])
+    for ask, want, got in zip(asks, wanted, run(engine, asks), strict=True):
+        if got.finish_reason == "abort":
+            assert want.token_ids[: len(got.token_ids)] == got.token_ids, ask
+            continue
+        assert (got.text, got.token_ids) == (want.text, want.token_ids), ask
+        assert (got.finish_reason, got.stop_match) == (want.finish_reason, want.stop_match), ask
+        for a, b in zip(got.logprobs, want.logprobs, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
 def hold_known(

@@ -1,7 +1,5 @@
 """Small random checkpoints for tests: a byte-level tokenizer, a Llama, and an EAGLE-3 head."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What work costs, counted: the same on every machine, however busy."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 It is written out in plain torch, from the names in their files.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,31 +46,14 @@ SLIDING = {
 IDS = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
 LAYOUTS = {
     "z-lab": Layout({"block_size": 8, "dflash_config": IDS}),
-    "z-lab, sliding windows": Layout(
-        {"dflash_config": {**IDS, "block_size": 8}},
-        SLIDING,
-        windows=(9, None),
-        causal=(True, False),
-    ),
-    "z-lab, is_causal": Layout(
-        {"dflash_config": IDS, "is_causal": False, "attention_bias": True},
-        SLIDING,
-        windows=(9, None),
-        biases=True,
-    ),
-    "speculators": Layout(
-        {
-            "architectures": ["DFlashSpeculator"],
-            "aux_hidden_state_layer_ids": [0, 1, 2],
-            "block_size": 8,
-            "draft_vocab_size": 96,
-            "mask_token_id": MASK,
-            "sample_from_anchor": False,
-        },
-        nested=True,
-        features=(0, 1, 2),
-    ),
-}
+    "z-lab, sliding windows": Layout({"dflash_config": {**IDS, "block_size": 8}}, SLIDING,
+        windows=(9, None), causal=(True, False)),
+    "z-lab, is_causal": Layout({"dflash_config": IDS, "is_causal": False, "attention_bias": True},
+        SLIDING, windows=(9, None), biases=True),
+    "speculators": Layout({"architectures": ["DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": [0, 1, 2], "block_size": 8, "draft_vocab_size": 96,
+        "mask_token_id": MASK, "sample_from_anchor": False}, nested=True, features=(0, 1, 2)),
+}  # fmt: skip
 
 
 def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,5 @@
 """A grammar backend whose grammars determine how their compile fails; workers import it by name."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

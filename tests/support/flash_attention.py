@@ -1,8 +1,6 @@
 """FlashAttention-3's ``flash_attn_with_kvcache`` in torch, as its documentation says it is: it
 stands for the module where none is installed, and takes what that takes, no more."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Requests whose grammar forces whole runs of tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Random grammars, a vocabulary of bytes, one with a few longer tokens, and what masks allow."""
 
-from __future__ import annotations
-
 import json
 import random
 from functools import cache

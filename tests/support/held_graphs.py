@@ -1,12 +1,13 @@
 """Recordings with a CUDA graph's manners, on the CPU."""
 
-from __future__ import annotations
-
+from dataclasses import replace
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from overlap_spec.steps import StepPlan
+from overlap_spec.worker import build as build_module
 from overlap_spec.worker.cuda_graphs import CudaGraphs
 from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.drafter_guard import DrafterGuard
@@ -56,6 +57,19 @@ class HeldGraphs(CudaGraphs):
 def all_columns(phase: DraftPhase, _: StepPlan) -> int:
     """In the place of what a CPU's trees read of the page tables."""
     return phase.runner.tables.pages.shape[1]
+
+
+def change_traits(monkeypatch: pytest.MonkeyPatch, **fields: bool) -> None:
+    """Engines made from now on have a worker of other traits."""
+    of = build_module.traits_of
+    monkeypatch.setattr(build_module, "traits_of", lambda phases: replace(of(phases), **fields))
+
+
+def serve_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recordings of one size each, over all columns of the page tables; and a warm start."""
+    monkeypatch.setattr(build_module, "recordings_of", held_graphs)
+    monkeypatch.setattr(DraftPhase, "_visible", all_columns)
+    change_traits(monkeypatch, compiles=True)
 
 
 def held_graphs(drafts: Drafts, guard: DrafterGuard, recorded: bool) -> Recordings:

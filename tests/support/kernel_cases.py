@@ -4,8 +4,6 @@ A case takes hypothesis's ``draw`` and a device. ``tests/kernels/test_kernel_tri
 cases in Triton's interpreter, in a process of its own, and on a GPU where there is one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

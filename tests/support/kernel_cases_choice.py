@@ -1,7 +1,5 @@
 """Masks, noise, choices, candidates, and trees."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import strategies as st
 from torch import Tensor

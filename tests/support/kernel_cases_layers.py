@@ -1,7 +1,5 @@
 """Norms, rotation, activation, the paged cache and attention over it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -160,9 +158,7 @@ def _attention(i: Inputs, span: KeySpan, window: int | None) -> None:
     blocks |= {"waves": i.one_of(1, 20), "split_keys": i.one_of(16, 48), "max_splits": 5}
     names = [f"attention.{kind}__{bits}bit__{size}" for kind in ("decode", "prefill")]
     scoring = Scoring(
-        i.one_of(None, 0.3),
-        i.one_of(None, 2.0, 50.0),
-        i.one_of(None, i.normal(kv_heads * group)),
+        i.one_of(None, 0.3), i.one_of(None, 2.0, 50.0), i.one_of(None, i.normal(kv_heads * group))
     )
     with trial(**dict.fromkeys(names, blocks)):
         got = triton(kernels.tree_attention, q, *with_canaries(k, v, span), span, window, scoring)

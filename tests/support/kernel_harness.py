@@ -1,7 +1,5 @@
 """What the cases of the Triton kernels share: random inputs, both forms, and comparison."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

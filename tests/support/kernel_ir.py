@@ -1,7 +1,5 @@
 """What a kernel became for a GPU that is not at hand: compiled, and read."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from functools import cache

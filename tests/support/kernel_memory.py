@@ -6,8 +6,6 @@ its own. Where a kernel's race is harmless (padding's, in page 0 and the like), 
 by :meth:`Launched.exempt`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

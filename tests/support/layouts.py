@@ -3,8 +3,6 @@
 The head's own arithmetic is written out here, from the names in its file.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,13 +67,9 @@ IDS = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 INPUTS = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], **IDS}
 LAYOUTS: dict[str, Layout] = {
-    "EAGLE-1/2, fc.bias, pytorch_model.bin": Layout(
-        "eagle",
-        {"architectures": ["LlamaForCausalLM"]},
-        file="pytorch_model.bin",
-        embedding=True,
-        bias=True,
-    ),
+    "EAGLE-1/2, fc.bias, pytorch_model.bin": Layout("eagle",
+        {"architectures": ["LlamaForCausalLM"]}, file="pytorch_model.bin", embedding=True,
+        bias=True),
     "EAGLE-1/2 of Llama 3, no bias": Layout(
         "eagle", {"architectures": ["LlamaForCausalLM"]}, file="pytorch_model.bin", embedding=True
     ),
@@ -92,19 +86,11 @@ LAYOUTS: dict[str, Layout] = {
     "EAGLE-3, vLLM's name": Layout(
         "eagle3", {"architectures": ["Eagle3LlamaForCausalLM"], **INPUTS}, layer="layers.0"
     ),
-    "speculators": Layout(
-        "eagle3",
-        {"architectures": ["Eagle3Speculator"], "norm_before_residual": False, **INPUTS},
-        layer="layers.0",
-        embedding=True,
-    ),
-    "speculators, norm_before_residual": Layout(
-        "eagle3",
+    "speculators": Layout("eagle3", {"architectures": ["Eagle3Speculator"],
+        "norm_before_residual": False, **INPUTS}, layer="layers.0", embedding=True),
+    "speculators, norm_before_residual": Layout("eagle3",
         {"architectures": ["Eagle3Speculator"], "norm_before_residual": True, **INPUTS},
-        layer="layers.0",
-        embedding=True,
-        residual_normed=True,
-    ),
+        layer="layers.0", embedding=True, residual_normed=True),
     "speculators, norm_before_fc, norm_output": Layout(
         "eagle3",
         {
@@ -131,89 +117,40 @@ LAYOUTS: dict[str, Layout] = {
             "sliding_window": 9,
         },
     ),
-    "speculators of Qwen3, q_norm and k_norm": Layout(
-        "eagle3",
+    "speculators of Qwen3, q_norm and k_norm": Layout("eagle3",
         {"architectures": ["Eagle3Speculator"], "norm_before_residual": False, **INPUTS},
-        layer="layers.0",
-        embedding=True,
-        head_dim=16,
-        qk_norm=True,
-        shape={"model_type": "qwen3"},
-    ),
-    "speculators, two layers": Layout(
-        "eagle3",
-        {"architectures": ["Eagle3Speculator"], "norm_before_residual": False, **INPUTS},
-        layer="layers.0",
-        layers=2,
-    ),
-    "EAGLE-3.1, fc_norm and norm_output": Layout(
-        "eagle3",
-        {**EAGLE3, "fc_norm": True, "norm_output": True},
-        prefix="model.",
-        layer="layers.0",
-        fc_norm=("fc_norm.0", "fc_norm.1", "fc_norm.2"),
-        norm_output=True,
-    ),
-    "EAGLE-3, aux_norm_low, _mid and _high": Layout(
-        "eagle3",
-        {**EAGLE3, "use_aux_norm": True},
-        fc_norm=("aux_norm_low", "aux_norm_mid", "aux_norm_high"),
-    ),
+        layer="layers.0", embedding=True, head_dim=16, qk_norm=True, shape={"model_type": "qwen3"}),
+    "speculators, two layers": Layout("eagle3", {"architectures": ["Eagle3Speculator"],
+        "norm_before_residual": False, **INPUTS}, layer="layers.0", layers=2),
+    "EAGLE-3.1, fc_norm and norm_output": Layout("eagle3",
+        {**EAGLE3, "fc_norm": True, "norm_output": True}, prefix="model.", layer="layers.0",
+        fc_norm=("fc_norm.0", "fc_norm.1", "fc_norm.2"), norm_output=True),
+    "EAGLE-3, aux_norm_low, _mid and _high": Layout("eagle3", {**EAGLE3, "use_aux_norm": True},
+        fc_norm=("aux_norm_low", "aux_norm_mid", "aux_norm_high")),
     "EAGLE-3, three layers": Layout(
         "eagle3", EAGLE3, layer="layers.0", layers=3, later_norm="hidden_norm"
     ),
     "EAGLE-3, two features": Layout(
-        "eagle3",
-        {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 2]},
-        features=(1, 3),
+        "eagle3", {**EAGLE3, "eagle_aux_hidden_state_layer_ids": [0, 2]}, features=(1, 3)
     ),
-    "EAGLE-3, eagle_config": Layout(
-        "eagle3",
-        {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_config": {**IDS, "norm_before_fc": True},
-        },
-        input_norm=True,
-    ),
+    "EAGLE-3, eagle_config": Layout("eagle3", {"architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_config": {**IDS, "norm_before_fc": True}}, input_norm=True),
     "EAGLE-3, biases": Layout("eagle3", EAGLE3, bias=True, attention_bias=True),
     "EAGLE-3, the target's head": Layout(
         "eagle3", EAGLE3, maps=(), vocabulary=VOCABULARY, own_head=False
     ),
     "EAGLE-3 of Llama 4": Layout(
-        "eagle3",
-        EAGLE3,
-        inner=72,
-        shape={"model_type": "llama4_text", "intermediate_size_mlp": 72},
+        "eagle3", EAGLE3, inner=72, shape={"model_type": "llama4_text", "intermediate_size_mlp": 72}
     ),
-    "P-EAGLE, ptd_token_id": Layout(
-        "parallel",
-        {**EAGLE3, "parallel_drafting": True, "ptd_token_id": 5},
-        layer="layers.0",
-        layers=2,
-        mask=(1,),
-    ),
-    "P-EAGLE, pard_token, own embedding": Layout(
-        "parallel",
-        {"architectures": ["Eagle3LlamaForCausalLM"], "pard_token": 250, **INPUTS},
-        prefix="model.",
-        embedding=True,
-        maps=(),
-        vocabulary=VOCABULARY,
-        mask=(1,),
-    ),
-    "P-EAGLE of speculators": Layout(
-        "parallel",
-        {
-            "architectures": ["PEagleDraftModel"],
-            "norm_before_residual": False,
-            "mask_token_id": 7,
-            **INPUTS,
-        },
-        layer="layers.0",
-        layers=3,
-        mask=(1, 1),
-    ),
-}
+    "P-EAGLE, ptd_token_id": Layout("parallel", {**EAGLE3, "parallel_drafting": True,
+        "ptd_token_id": 5}, layer="layers.0", layers=2, mask=(1,)),
+    "P-EAGLE, pard_token, own embedding": Layout("parallel",
+        {"architectures": ["Eagle3LlamaForCausalLM"], "pard_token": 250, **INPUTS}, prefix="model.",
+        embedding=True, maps=(), vocabulary=VOCABULARY, mask=(1,)),
+    "P-EAGLE of speculators": Layout("parallel",
+        {"architectures": ["PEagleDraftModel"], "norm_before_residual": False, "mask_token_id": 7,
+        **INPUTS}, layer="layers.0", layers=3, mask=(1, 1)),
+}  # fmt: skip
 
 
 def shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

@@ -1,7 +1,5 @@
 """What llama-cpp-python's classes promise their callers, over random scores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

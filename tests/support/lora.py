@@ -1,7 +1,5 @@
 """Random LoRA adapters in PEFT's folders, and the models that they make."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

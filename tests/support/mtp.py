@@ -1,8 +1,6 @@
 """Next-token modules in their published layouts, with random weights, and their arithmetic in plain
 torch."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

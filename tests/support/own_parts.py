@@ -1,7 +1,5 @@
 """Optional parts that are no files of the package."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

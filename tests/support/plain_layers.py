@@ -1,7 +1,5 @@
 """A decoder layer's arithmetic written out in plain torch, from the names in a published file."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,12 +26,7 @@ def linear(weights: Tensors, name: str, x: Tensor) -> Tensor:
 
 
 def attention(
-    weights: Tensors,
-    layer: str,
-    x: Tensor,
-    positions: Tensor,
-    dim: int,
-    window: int | None = None,
+    weights: Tensors, layer: str, x: Tensor, positions: Tensor, dim: int, window: int | None = None
 ) -> Tensor:
     """Causal attention over one sequence, biased and normed where the file has weights for it."""
     name = f"{layer}.self_attn"

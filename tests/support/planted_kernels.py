@@ -3,8 +3,6 @@
 # ruff: noqa: N803
 # mypy: allow-untyped-defs
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

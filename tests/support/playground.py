@@ -1,7 +1,5 @@
 """The playground as its user has it: fields, keys, and answers in the server's place."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Length policies asked and told as the engine does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

@@ -3,8 +3,6 @@
 ``python -m tests.support.prose [docs]`` prints both; code, tables and headings are no prose.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

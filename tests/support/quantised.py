@@ -4,8 +4,6 @@ Each layout draws whole numbers, zeros and scales, writes them as the layout's o
 bit, and says in one line of plain torch what weight they stand for.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -168,27 +166,17 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Callable[[int, int], Made]]] = {
     "GPTQ, no g_idx": (GPTQ, gptq(4, 1, False, indexed=False)),
     "compressed-tensors w4a16": (packed(4, "group", 32, symmetric=True), w4a16(4, False)),
     "compressed-tensors w4a16, zeros": (packed(4, "group", 32, symmetric=False), w4a16(4, True)),
-    "compressed-tensors w4a16, act order": (
-        packed(4, "group", 32, symmetric=True, actorder="group"),
-        w4a16(4, False, act_order=True),
-    ),
-    "compressed-tensors w8a16, channel": (
-        packed(8, "channel", None, symmetric=True),
-        w4a16(8, False, group_size=10**6),
-    ),
-    "compressed-tensors FP8, channel": (
-        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        fp8_channel,
-    ),
-    "compressed-tensors FP8, one scale": (
-        compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
-        fp8_tensor,
-    ),
-    "compressed-tensors int8, channel": (
-        compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
-        int8_channel,
-    ),
-}
+    "compressed-tensors w4a16, act order": (packed(4, "group", 32, symmetric=True,
+        actorder="group"), w4a16(4, False, act_order=True)),
+    "compressed-tensors w8a16, channel": (packed(8, "channel", None, symmetric=True),
+        w4a16(8, False, group_size=10**6)),
+    "compressed-tensors FP8, channel": (compressed("float-quantized", num_bits=8, type="float",
+        strategy="channel"), fp8_channel),
+    "compressed-tensors FP8, one scale": (compressed("float-quantized", num_bits=8, type="float",
+        strategy="tensor"), fp8_tensor),
+    "compressed-tensors int8, channel": (compressed("int-quantized", num_bits=8, type="int",
+        strategy="channel"), int8_channel),
+}  # fmt: skip
 
 
 def write(folder: Path, quantised: dict[str, Any] | None, state: dict[str, Tensor]) -> Path:

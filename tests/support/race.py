@@ -9,8 +9,6 @@ indices. New memory counts as written by whoever makes it, and is used after its
 may not be through with it when its owner may take it again.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

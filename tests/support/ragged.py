@@ -1,7 +1,5 @@
 """A batch of requests of many kinds, and what each of its steps came to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a drafter that tells all depths at once has computed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -181,7 +181,7 @@ class Server:
 
     def settle(self) -> None:
         """Wait until nothing runs, and check that no page is left over."""
-        wait_for(lambda: self.state()["open"] == 0 and self.state()["running"] == 0, 20)
+        wait_for(lambda: self.state()["open"] == 0 and self.state()["running"] == 0)
         assert self.state()["pages_in_use"] == 0
         assert self.state()["matchers"] == 0
 
@@ -223,12 +223,12 @@ def error_of(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float) -> None:
+def wait_for(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
     """Wait until a condition holds; AssertionError where it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 @functools.cache

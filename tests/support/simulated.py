@@ -4,8 +4,6 @@ A machine is a :class:`overlap_spec.speculation.cost.CostModel`, a drafter the c
 best child is accepted. What a policy is told is what an engine would tell it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -1,18 +1,9 @@
 """Skips that hide nothing, and those that do."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any
 
-import pytest
-
-from overlap_spec.config import EMBEDDED
-
-needs_weights = pytest.mark.skipif(
-    not (EMBEDDED / "target" / "model.safetensors").exists(), reason="no embedded weights"
-)
 STRICT = "OVERLAP_SPEC_STRICT_SKIPS"
 # Why a test may be skipped where all that is tested should be: the machine lacks an instruction set
 # or a device, data that the project does not have, a client that is no part of the extra `dev`, and

@@ -5,8 +5,6 @@ computes. What Triton compiles anew is told by types, constants, and what it spe
 numbers that are 1 or multiples of 16, and addresses that are multiples of 16.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Streams with all the chances for races that a GPU has, on a machine without one."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,8 +1,5 @@
 """What targets are asked that keep something else than keys and values of each token."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +8,7 @@ import torch
 from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Output
-from tests.support import chaos, checkpoints
-from tests.support.models import CASES, reference
+from tests.support import chaos
 from tests.support.policies import share_nodes
 
 COMMON: dict[str, Any] = {"dtype": "float32", "grammar_isolated": False, "adaptive": "static"}
@@ -29,19 +25,6 @@ BATCH: list[tuple[Any, dict[str, Any]]] = [
     (Grammar.regex(r"([a-f]{3}-\d{1,4}){9}"), {"temperature": 0.9, "seed": 3, **CUT}),
 ]
 PROMPTS = [f"abcabc {n} abcabc " * (1 + n % 3) for n in range(len(BATCH))]
-
-
-def of_bytes(case: str, folder: Path, **sizes: Any) -> Any:
-    """A model of `transformers` as a case of :mod:`tests.support.models` has it, with a vocabulary
-    of bytes; it is in ``folder`` too, with its tokenizer."""
-    family, extra = CASES[case]
-    CASES["of bytes"] = family, {**extra, "vocab_size": 260, **sizes}
-    try:
-        model = reference("of bytes", folder)
-    finally:
-        del CASES["of bytes"]
-    checkpoints.write_tokenizer(folder)
-    return model
 
 
 def texts(*lengths: int) -> list[list[int]]:

@@ -1,7 +1,5 @@
 """Which of many cases `make test` runs; `make test-ci` runs the others."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

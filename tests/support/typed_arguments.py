@@ -4,8 +4,6 @@ A right use has no error. A wrong name or value is one: an ``ignore`` that ignor
 an error itself.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """The whole engine on interpreted Triton kernels beside the same on torch's, in a process whose
 Triton interprets."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch

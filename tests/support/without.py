@@ -2,8 +2,6 @@
 it: ``python without.py COPY``, with cases as JSON on the standard input and results, one a line, on
 the standard output."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """`overlap-spec train`: data files, stops, cached features, and what the head is worth."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

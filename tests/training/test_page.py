@@ -1,7 +1,5 @@
 """The page on training says only what runs; with less data and fewer steps."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from overlap_spec import cli
-from tests.support.skips import needs_weights
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "training.md").read_text()
@@ -21,7 +18,6 @@ COMMANDS = re.findall(r"^overlap-spec .*$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.ci
-@needs_weights
 def test_the_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

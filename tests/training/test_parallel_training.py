@@ -1,7 +1,5 @@
 """Training of heads that draft in one pass: masks as at inference, anchors, and what is learnt."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -90,6 +88,7 @@ def test_anchors_are_nested_and_drawn_by_weight(target: Decoder, head: ParallelH
         assert all(slot % 23 + 3 >= 13 for slot in drawn[1][1].tolist() if slot >= 46)
 
 
+@pytest.mark.ci
 def test_it_learns_all_depths_and_drafts_the_same_when_loaded(target: Decoder, tmp_path) -> None:
     """Rows that repeat: after its training most chains of four are what the target says."""
     rows = [([7, 8, 9, 10, 11] * 8, [1.0] * 40)] * 8

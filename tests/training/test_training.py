@@ -1,7 +1,5 @@
 """Training of draft heads: budget, optimizer, the chain of drafts, and what it learns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 

@@ -1,7 +1,5 @@
 """Thresholds and relaxed acceptance: what they emit, and how it is told."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -82,10 +80,7 @@ def packed(allowed: Tensor) -> Tensor:
 
 
 def emitted(
-    rule: AcceptanceRule,
-    tables: RowTables,
-    features: SamplingFeatures,
-    tree: Tree,
+    rule: AcceptanceRule, tables: RowTables, features: SamplingFeatures, tree: Tree
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Emitted tokens ``(COUNT, 3)``, accepted lengths, and the target's true distributions."""
     nodes = tree.tokens.shape[1]
@@ -260,7 +255,7 @@ def test_relaxed_acceptance_goes_by_log_probabilities(delta: float, taken: int) 
     assert int(accept_path(chosen.view(1, 3), tree, 3).lengths) == taken
 
 
-@pytest.mark.parametrize("name", ["threshold", "relaxed"])
+@pytest.mark.parametrize("name", few(["threshold", "relaxed"], "relaxed"))
 def test_rules_over_packed_nodes_decide_as_over_all(name: str) -> None:
     """Where only living nodes were verified, as where the dead ones were too."""
     tables, features = rows_of(SETTINGS[1])

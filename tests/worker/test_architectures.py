@@ -1,7 +1,5 @@
 """Every architecture: greedy text of random small weights in the engine is `transformers`'s."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -26,8 +24,8 @@ from overlap_spec.models.rope import channel_order, inverse_frequencies
 from overlap_spec.models.weights import export_state, load_decoder
 from overlap_spec.training.attention import CausalRows
 from overlap_spec.worker.graphs import TracedGraph
-from tests.support.checkpoints import rewrite, write_tokenizer
-from tests.support.models import CASES, Cache, greedy, reference
+from tests.support.checkpoints import rewrite
+from tests.support.models import CASES, Cache, greedy, of_bytes, reference
 from tests.support.models import architecture as class_name
 from tests.support.quantised import compressed
 from tests.support.tiers import few
@@ -45,17 +43,8 @@ TOKENS = 20
 @pytest.fixture
 def small(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
     """A model of `transformers` and its folder, with a tokenizer beside it."""
-    torch.manual_seed(0)
-    family, extra = CASES[request.param]
-    name = f"{request.param} in the engine"
-    # Untied embeddings of a random model repeat a token for ever.
-    CASES[name] = family, {**extra, "vocab_size": 260, "tie_word_embeddings": False}
-    try:
-        model = reference(name, tmp_path)
-    finally:
-        del CASES[name]
-    write_tokenizer(tmp_path)
-    return model, tmp_path
+    # Tied embeddings of a random model repeat a token for ever.
+    return of_bytes(request.param, tmp_path, tie_word_embeddings=False), tmp_path
 
 
 WAYS = [(name, True) for name in NEW] + [("gemma2-caps", False), ("gpt-oss", False)]

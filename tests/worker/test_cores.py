@@ -1,7 +1,5 @@
 """How many threads a pass gets: by the weights it reads, the cores, and what the user has set."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path
@@ -25,7 +23,6 @@ from overlap_spec.worker.cores import (
 )
 from overlap_spec.worker.site import overlap_mode, pick_dtype
 from tests.support.checkpoints import rewrite
-from tests.support.skips import needs_weights
 
 LARGE = 1 << 40
 
@@ -63,11 +60,7 @@ def test_threads(
             {"cpu/a/cpu.cfs_quota_us": "400000\n", "cpu/a/cpu.cfs_period_us": "100000\n"},
             4.0,
         ),
-        (
-            "4:cpu:/\n",
-            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            None,
-        ),
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
         ("", {}, None),
     ],
 )
@@ -139,7 +132,6 @@ def test_auto_reads_the_checkpoint(
     assert pick_dtype(config, gpu) is torch.bfloat16
 
 
-@needs_weights
 def test_prefill_has_a_stream_of_its_own_where_a_core_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,7 +1,5 @@
 """What became of a step's drafts, for whoever asks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -15,6 +13,7 @@ from tests.support.tiers import few
 # dead.
 LINKS = np.array([[9, 5, 6, 7, 8, 3], [1, 4, 3, -1, -1, -1], [-1, 2, -1, -1, -1, -1]], np.int64)
 NO_ROW = [0, 0]
+TREE = {"eagle_topk": 3, "num_draft_tokens": 9}
 
 
 def row(*tokens: int) -> list[int]:
@@ -83,13 +82,13 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("overlap", few(("once-sync", "none"), "once-sync"))
-@pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 9}])
+@pytest.mark.parametrize("tree", few([{}, TREE], TREE))
 def test_the_trees_agree_with_the_statistics(
     tiny: dict[str, str], tree: dict[str, int], overlap: str
 ) -> None:
     """What is told sums up to what is counted, and telling it changes no token."""
     settings = {**tiny, **tree, "num_steps": 3, "context_length": 160, "overlap": overlap}
-    with Engine(**settings, adaptive="static") as engine:
+    with Engine(**settings) as engine:
         for name, grammar in GRAMMARS.items():
             asked = {"temperature": 0.0, "max_tokens": 30, "complete": False}
             plain = engine.generate("abc", grammar, asked)
@@ -119,7 +118,7 @@ def test_the_trees_agree_with_the_statistics(
 def test_what_is_masked_is_what_the_lane_counted(tiny: dict[str, str]) -> None:
     """One step at a time, so that none is drafted whose results nobody reads."""
     settings = {**tiny, "num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 9, "overlap": "none"}
-    settings |= {"adaptive": "static", "context_length": 160}
+    settings |= {"context_length": 160}
     with Engine(**settings) as engine:
         handle = engine.submit(
             "abc", GRAMMARS["pattern"], {"temperature": 0.0, "draft_trees": True}
@@ -131,7 +130,7 @@ def test_what_is_masked_is_what_the_lane_counted(tiny: dict[str, str]) -> None:
 
 
 def test_nothing_is_copied_or_told_that_nobody_asked_for(tiny: dict[str, str]) -> None:
-    with Engine(**tiny, adaptive="static", num_steps=3, context_length=160) as engine:
+    with Engine(**tiny, num_steps=3, context_length=160) as engine:
         before = 0
         for asks in (False, True):
             deltas = list(engine.stream("abc", None, max_tokens=9, draft_trees=asks, origins=True))

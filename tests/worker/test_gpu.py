@@ -1,7 +1,5 @@
 """The engine on a GPU: chaos on CUDA streams, the CPU's text, few replays, and no waits."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -15,7 +13,6 @@ from overlap_spec.types import SamplingParams
 from overlap_spec.worker.cuda import CudaStreams
 from overlap_spec.worker.graphs import CudaGraph
 from tests.support.chaos import GRAMMARS, ROOM, TIERS, build, outputs_equal, settings_of
-from tests.support.skips import needs_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -61,7 +58,6 @@ def test_chaos_on_cuda_never_changes_outputs(
         outputs_equal(oracle, engine, first)
 
 
-@needs_weights
 @pytest.mark.parametrize("topk", [1, 4])
 def test_greedy_text_is_the_cpus(topk: int) -> None:
     prompts = [f"Repeat: the train to platform {n} is {n * 7} minutes late." for n in range(6)]
@@ -97,7 +93,7 @@ def finish(engine: Engine, tickets: list[Any]) -> None:
 @pytest.mark.parametrize("topk", [1, 3])
 def test_a_step_never_waits_for_the_device(tiny: dict[str, Any], topk: int) -> None:
     """But for the tree, which is an event's: whatever a step asks for."""
-    settings = {"adaptive": "static", "num_steps": 3, "eagle_topk": topk}
+    settings = {"num_steps": 3, "eagle_topk": topk}
     with Engine(**tiny, device="cuda", **settings) as engine:
         for mode in ("default", "error"):
             tickets = ask_all(engine)
@@ -118,7 +114,7 @@ def test_a_step_replays_four_graphs(tiny: dict[str, Any], monkeypatch: pytest.Mo
         calls.append(graph)
         return replay(graph, *inputs)
 
-    with Engine(**tiny, device="cuda", adaptive="static", num_steps=3) as engine:
+    with Engine(**tiny, device="cuda", num_steps=3) as engine:
         # Each batch size is recorded when it first comes.
         handles = ask_all(engine)
         finish(engine, handles)
@@ -134,7 +130,7 @@ def test_a_step_replays_four_graphs(tiny: dict[str, Any], monkeypatch: pytest.Mo
 
 
 def test_the_timeline_has_the_devices_spans(tiny: dict[str, Any]) -> None:
-    with Engine(**tiny, device="cuda", adaptive="static", num_steps=3) as engine:
+    with Engine(**tiny, device="cuda", num_steps=3) as engine:
         engine.generate("abc", Grammar.regex("[a-c]{20}"), {"max_tokens": 24})
         torch.cuda.synchronize()
         engine.core.worker.streams.note()

@@ -1,7 +1,5 @@
 """Weights of 4 bits: as files have them or rounded here; a row's bits are its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

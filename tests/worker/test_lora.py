@@ -1,7 +1,5 @@
 """LoRA adapters: several in one batch, each as `transformers` has the model with it merged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from overlap_spec.engine import Engine
 from overlap_spec.errors import CheckpointError, ConfigError, InvalidRequest
 from overlap_spec.grammar.spec import Grammar
-from tests.support.checkpoints import rewrite, write_tokenizer
+from tests.support.checkpoints import rewrite
 from tests.support.lora import write_adapter
-from tests.support.models import CASES, greedy, reference
+from tests.support.models import greedy, of_bytes
 from tests.support.tiers import few
 
 TOKENS = 12
@@ -47,14 +45,8 @@ class Adapted:
     """A small model, three adapters of it, and what each makes of it; ``""`` is none."""
 
     def __init__(self, case: str, folder: Path) -> None:
-        family, extra = CASES[case]
-        name, self.folder = f"{case} with adapters", folder / "model"
-        CASES[name] = family, {**extra, "vocab_size": 260, "tie_word_embeddings": False}
-        try:
-            model = reference(name, self.folder)
-        finally:
-            del CASES[name]
-        write_tokenizer(self.folder)
+        self.folder = folder / "model"
+        model = of_bytes(case, self.folder, tie_word_embeddings=False)
         every, first = PRODUCTS[case], PRODUCTS[case].split("|")[0]
         self.models = {
             "": model,

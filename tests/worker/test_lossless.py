@@ -1,7 +1,5 @@
 """Law 8 on the embedded model: speculation changes no token, with and without grammar."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,19 +11,23 @@ import torch
 
 from overlap_spec import Engine, SamplingParams
 from overlap_spec.config import EMBEDDED
+from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels import cpu
-from overlap_spec.load.asks import QUESTIONS
+from overlap_spec.load.asks import OWN_SCHEMAS, QUESTIONS, mixed_asks, read_samples
 from overlap_spec.types import Output
-from tests.support.lossless import GREEDY, work
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
-pytestmark = needs_weights
-
+GREEDY = SamplingParams(max_tokens=48, temperature=0.0, complete=False)
 SETTINGS: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 5},
     "tree": {"num_steps": 5, "eagle_topk": 4, "num_draft_tokens": 16},
 }
+
+
+def work(count: int) -> list[tuple[str, Grammar | None]]:
+    """So many requests, every other one under a schema, no two with the same prompt."""
+    asks = mixed_asks(read_samples(OWN_SCHEMAS), count, GREEDY.max_tokens or 0)
+    return [(f"{number}. {ask.prompt}", ask.grammar) for number, ask in enumerate(asks)]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """What an engine takes, and what a closed one leaves behind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import weakref
@@ -15,7 +13,6 @@ from overlap_spec import Engine, Grammar
 from overlap_spec.config import EngineConfig
 from overlap_spec.worker.build import count_pages
 from overlap_spec.worker.kv_pool import ALIGNMENT, lazy_zeros
-from tests.support.skips import needs_weights
 from tests.support.tiers import few
 
 # Measured 421 MB with torch 2.13 and xgrammar; 1,230 MB when caches were written ahead.
@@ -33,7 +30,6 @@ print(next(line.split()[1] for line in lines if line.startswith("VmHWM")), loade
 
 @pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@needs_weights
 def test_one_prompt_takes_no_memory_for_requests_that_never_come() -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", ONE_PROMPT]

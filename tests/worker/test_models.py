@@ -1,7 +1,5 @@
 """The shared decoder against `transformers`, on random small checkpoints of each architecture."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """How tokens came, and requests that go without speculation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,10 +7,12 @@ from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.types import Origin, SamplingParams
 from overlap_spec.worker.extras.origins import token_origins
+from tests.support.tiers import few
 
 # Root 0 with children 1 (token 5) and 2 (token 6); 3 (token 7) below 2.
 LINKS = np.array([[9, 5, 6, 7], [1, -1, 3, -1], [-1, 2, -1, -1]], np.int64)
 MANY, ONE = [6, 0], [0, -(2**31)]
+TREE = {"eagle_topk": 3, "num_draft_tokens": 9}
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def test_origins_of_a_tree_of_one_node() -> None:
     assert token_origins([63], ["bonus"], None, np.array([ONE], np.int32)) == ("forced",)
 
 
-@pytest.mark.parametrize("tree", [{}, {"eagle_topk": 3, "num_draft_tokens": 9}])
+@pytest.mark.parametrize("tree", few([{}, TREE], TREE))
 def test_engine_tells_origins(tiny: dict[str, str], tree: dict[str, int]) -> None:
     """A choice leaves nothing open after its first token; each token has one origin."""
-    with Engine(**tiny, **tree, adaptive="static", num_steps=3, context_length=160) as engine:
+    with Engine(**tiny, **tree, num_steps=3, context_length=160) as engine:
         grammar = Grammar.choice(["alpha", "beta"])
         deltas = list(engine.stream("abc", grammar, SamplingParams(origins=True)))
         tokens = [t for d in deltas for t in d.token_ids]

@@ -1,10 +1,7 @@
 """The overlap scheduler under chaos: outputs equal the serial oracle's, and the laws hold."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +10,13 @@ import pytest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.steps import StepPlan
 from overlap_spec.types import SamplingParams
-from overlap_spec.worker import build as build_module
 from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos, checkpoints
+from tests.support.held_graphs import change_traits
 from tests.support.models import HYBRID, V3
 from tests.support.tiers import few
 
@@ -89,10 +86,7 @@ def test_verify_waits_for_no_results_on_a_gpu(
     first, settings = chaos.settings_of(tier, room)
     oracle = chaos.build(tiny, overlap="none", algorithm="none")
     chaos.start(monkeypatch, first)
-    traits = build_module.traits_of
-    monkeypatch.setattr(
-        build_module, "traits_of", lambda phases: replace(traits(phases), verifies_ahead=True)
-    )
+    change_traits(monkeypatch, verifies_ahead=True)
     uploaded: list[int] = []
     verified: list[int] = []
     needless, read_late = 0, 0

@@ -1,7 +1,5 @@
 """An optional part of one's own is asked for by its place, and tells what it found."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ OWN = "tests.support.own_parts:StepTokens"
 
 
 def test_it_tells_what_it_found(tiny: dict[str, Any]) -> None:
-    with Engine(**tiny, adaptive="static", num_steps=3, context_length=96) as engine:
+    with Engine(**tiny, num_steps=3, context_length=96) as engine:
         asked = {"max_tokens": 20, "temperature": 0}
         plain = engine.generate("abc", None, asked)
         told, other = engine.generate(["abc"] * 2, None, [{**asked, "parts": [OWN]}, asked])

@@ -1,7 +1,5 @@
 """Packed layers compute what plain ones do, for any number of rows, with few sizes of kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Times of passes are the passes' own: what else a busy machine does is not in them."""
 
-from __future__ import annotations
-
 import time
 
 import torch

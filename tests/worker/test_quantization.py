@@ -1,7 +1,5 @@
 """Int8 weights: close to the plain ones, and a token's result is the same beside any others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -148,7 +146,7 @@ def test_speculation_changes_no_text(tiny: dict[str, Any], dtype: str) -> None:
     ]
     for shape in shapes:
         for graphs in (True, False):
-            with Engine(**settings, **shape, adaptive="static", graphs=graphs) as engine:
+            with Engine(**settings, **shape, graphs=graphs) as engine:
                 modules = list(engine.core.worker.runner.modules())
                 assert not any(isinstance(m, nn.Linear | PackedLinear) for m in modules)
                 outputs = answer(engine, 4)

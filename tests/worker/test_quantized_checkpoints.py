@@ -1,7 +1,5 @@
 """Quantised checkpoints in their published names and shapes, against weights in plain torch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -81,7 +79,7 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     """GPT-OSS as published: 4-bit floats in blocks of 32, whose scales are powers of 2."""
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     sizes = {"hidden_size": 64, "intermediate_size": 32, "vocab_size": 131}
-    model = reference_oss(tmp_path, sizes)
+    model = reference("gpt-oss", tmp_path, num_attention_heads=4, **sizes)
     state, plain = load_file(tmp_path / "model.safetensors"), {}
     torch.manual_seed(0)
     for name in [n for n in state if n.endswith(("gate_up_proj", "down_proj")) and "experts" in n]:
@@ -103,17 +101,6 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     assert parameter_count(tmp_path) == sum(tensor.numel() for tensor in got.values())
 
 
-def reference_oss(folder: Path, sizes: dict[str, Any]) -> Any:
-    from tests.support.models import CASES
-
-    family, extra = CASES["gpt-oss"]
-    CASES["gpt-oss in mxfp4"] = family, {**extra, **sizes, "num_attention_heads": 4}
-    try:
-        return reference("gpt-oss in mxfp4", folder)
-    finally:
-        del CASES["gpt-oss in mxfp4"]
-
-
 W4 = packed(4, "group", 32)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quant_method must be one of awq, comp"),
@@ -131,10 +118,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "packed bits": (packed(3, "group", 32), "num_bits must be one of 4, 8: 3"),
     "group": (packed(4, "group", None), "group_size must be a whole number above 0: None"),
     "groups differ": (
-        {
-            **W4,
-            "config_groups": {**W4["config_groups"], "group_1": {"weights": {"num_bits": 8}}},
-        },
+        {**W4, "config_groups": {**W4["config_groups"], "group_1": {"weights": {"num_bits": 8}}}},
         "all groups must have the same weights",
     ),
 }
@@ -156,12 +140,7 @@ def test_what_is_not_read_names_its_field(name: str, tmp_path: Path) -> None:
         ("AWQ", "scales", lambda x: x[:, :-8], "q_proj.weight: these are no awq weights"),
         ("AWQ", "qzeros", None, "q_proj.weight: these are no awq weights .*'qzeros'"),
         ("GPTQ int4", "g_idx", lambda x: x + 9, "q_proj.weight: these are no gptq weights"),
-        (
-            "FP8, blocks of 128",
-            "weight_scale_inv",
-            None,
-            "q_proj.weight has type torch.float8",
-        ),
+        ("FP8, blocks of 128", "weight_scale_inv", None, "q_proj.weight has type torch.float8"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(

@@ -1,7 +1,5 @@
 """Ragged verify: of a batch's drafted nodes only the best are verified, and no text changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from tests.support.ragged import BATCH, SAMPLING, answer
 from tests.support.ragged import results as results
 from tests.support.tiers import few
 
-TREE = {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 16, "adaptive": "static"}
+TREE = {"num_steps": 4, "eagle_topk": 3, "num_draft_tokens": 16}
 
 
 @pytest.fixture(scope="module")

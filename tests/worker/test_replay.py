@@ -1,7 +1,5 @@
 """Recorded passes: what is replayed is what was recorded, for every tier and size of batch."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from dataclasses import replace
@@ -88,7 +86,7 @@ def test_replay_equals_the_passes(tiny: dict[str, Any], tier: str, device: str) 
 
 
 def check_replays(tiny: dict[str, Any], tier: str, device: str) -> None:
-    settings = {"adaptive": "static", "overlap": "none", "dtype": "float32", "page_size": 4}
+    settings = {"overlap": "none", "dtype": "float32", "page_size": 4}
     with Engine(**tiny, **settings, **TIERS[tier], device=device) as engine:
         worker, own = engine.core.worker, tier_of(engine)
         runner = worker.runner
@@ -199,7 +197,7 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
     # Nine are filled up to ten where there is something to replay.
     prompts, grammars = [str(n) for n in range(9)], [None, Grammar.regex("[a-f]{30}"), None] * 3
     for graphs in (True, False):
-        with Engine(**tiny, overlap=overlap, graphs=graphs, adaptive="default") as engine:
+        with Engine(**{**tiny, "adaptive": "default"}, overlap=overlap, graphs=graphs) as engine:
             outputs.append(
                 engine.generate(prompts, grammars, {"max_tokens": 20, "complete": False})
             )
@@ -210,7 +208,7 @@ def test_nothing_is_recorded_where_it_is_switched_off(tiny: dict[str, Any], over
 def test_chains_of_all_lengths_have_the_same_recordings(tiny: dict[str, Any]) -> None:
     """The first draft, a further one, and their links, with states and without; verify, commit and
     extend."""
-    with Engine(**tiny, adaptive="default") as engine:
+    with Engine(**{**tiny, "adaptive": "default"}) as engine:
         assert len(engine.core.budgets.policy.tiers) == 3
         graphs = engine.core.worker.recordings
         engine.generate("a", None, {"max_tokens": 2})
@@ -222,7 +220,7 @@ def test_chains_of_all_lengths_have_the_same_recordings(tiny: dict[str, Any]) ->
 
 def test_trees_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
     """Their verify and extend are those of other trees; their drafts and commits their own."""
-    with Engine(**tiny, adaptive="static", eagle_topk=2, num_steps=3) as engine:
+    with Engine(**tiny, eagle_topk=2, num_steps=3) as engine:
         graphs = engine.core.worker.recordings
         engine.generate("a", None, {"max_tokens": 2})
         assert graphs.count == 5
@@ -233,7 +231,7 @@ def test_trees_are_recorded_when_they_are_needed(tiny: dict[str, Any]) -> None:
 
 def test_an_idle_moment_records_what_later_steps_want(tiny: dict[str, Any]) -> None:
     """A request whose batch takes another tier, or that samples, waits for no recording then."""
-    with Engine(**tiny, adaptive="default") as engine:
+    with Engine(**{**tiny, "adaptive": "default"}) as engine:
         graphs = engine.core.worker.recordings
         while engine.prepare_next():
             pass
@@ -251,7 +249,7 @@ def test_recordings_end_with_their_engine(tiny: dict[str, Any]) -> None:
     """TorchScript's own tracing would give the process functions that it never frees."""
     counts = []
     for _ in range(3):
-        with Engine(**tiny, adaptive="default") as engine:
+        with Engine(**{**tiny, "adaptive": "default"}) as engine:
             engine.generate("one", None, {"max_tokens": 4})
         counts.append(len(torch.jit._state._python_cu.get_functions()))
     assert counts[0] == counts[1] == counts[2]

@@ -1,7 +1,5 @@
 """The choice of tokens: filters, noise, penalties, and losslessness on trees."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -113,10 +111,7 @@ def test_noise_is_exponential_independent_and_the_same_in_any_company() -> None:
     assert stats.kstest(noise.amin(1).double().numpy() * vocab, "expon").pvalue > 1e-3
     uniform = (-noise.double()).exp() - 0.5
     for lag in (1, 2, 32):
-        for one, other in (
-            (uniform[:, lag:], uniform[:, :-lag]),
-            (uniform[lag:], uniform[:-lag]),
-        ):
+        for one, other in ((uniform[:, lag:], uniform[:, :-lag]), (uniform[lag:], uniform[:-lag])):
             scale = 12 * (one * other).sum() / one.numel() ** 0.5
             assert abs(float(scale)) < 4.5
     for row in (0, 7, rows - 1):

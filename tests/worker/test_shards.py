@@ -21,7 +21,7 @@ from overlap_spec.models.quantization import has_int8, quantize
 from overlap_spec.models.shard import Shard
 from overlap_spec.models.weights import load_decoder, load_eagle3
 from tests.support import checkpoints, dflash
-from tests.support.models import CASES, Cache, reference
+from tests.support.models import Cache, reference
 from tests.support.tiers import few
 
 CPU = torch.device("cpu")
@@ -89,19 +89,15 @@ def together(folder: Path, size: int, tokens: Tensor, int8: bool = False) -> lis
         return list(pool.map(one, range(size)))
 
 
-def write(case: str, path: Path, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> None:
-    family, extra = CASES[case]
-    monkeypatch.setitem(CASES, case, (family, {**extra, **SIZES, **OWN_SIZES, **sizes}))
-    reference(case, path)
+def write(case: str, path: Path, **sizes: Any) -> None:
+    reference(case, path, **{**SIZES, **OWN_SIZES, **sizes})
 
 
 @pytest.mark.parametrize("size", few((2, 3), 3))
 @pytest.mark.parametrize("case", SHARDED)
-def test_parts_compute_what_the_whole_does(
-    case: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_compute_what_the_whole_does(case: str, size: int, tmp_path: Path) -> None:
     """Of every layout of a file; 131 tokens: the vocabulary's last part is filled up."""
-    write(case, tmp_path, monkeypatch)
+    write(case, tmp_path)
     tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(5))
     with torch.inference_mode():
         want = Cache(load_decoder(tmp_path, torch.float32, CPU, 64), 64).run(tokens, 0)
@@ -116,7 +112,7 @@ def test_parts_of_a_draft_head_compute_what_the_whole_does(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large head's; its 77 rows of a vocabulary of its own are cut unevenly."""
-    write("llama", tmp_path / "target", monkeypatch)
+    write("llama", tmp_path / "target")
     hidden = read_config(tmp_path / "target").hidden_size
     checkpoints.write_head(
         tmp_path / "head", vocab_size=131, hidden_size=hidden, draft_vocab_size=77, **SIZES
@@ -184,10 +180,10 @@ def own_queries(_: int, heads: Heads) -> Tensor:
 @pytest.mark.parametrize("case", ["qwen3", "falcon-40b"])
 @pytest.mark.parametrize(("size", "kv_heads"), [(2, 1), (6, 2), (6, 3), (3, 3)])
 def test_heads_of_keys_are_shared_by_more_ranks(
-    case: str, size: int, kv_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, size: int, kv_heads: int, tmp_path: Path
 ) -> None:
     counts = {"num_key_value_heads": kv_heads, "num_kv_heads": kv_heads}
-    write(case, tmp_path, monkeypatch, **counts)
+    write(case, tmp_path, **counts)
     tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(5))
     with torch.inference_mode():
         want = Cache(load_decoder(tmp_path, torch.float32, CPU, 64), 64).run(tokens, 0)
@@ -195,17 +191,15 @@ def test_heads_of_keys_are_shared_by_more_ranks(
 
 
 @pytest.mark.skipif(not has_int8(), reason="no AVX512-VNNI")
-def test_parts_in_int8_are_the_same_on_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write("llama", tmp_path, monkeypatch)
+def test_parts_in_int8_are_the_same_on_all_ranks(tmp_path: Path) -> None:
+    write("llama", tmp_path)
     first, second = together(tmp_path, 2, torch.arange(20), int8=True)
     assert torch.equal(first, second)
     assert first.isfinite().all()
 
 
-def test_each_rank_holds_its_part_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write("llama", tmp_path, monkeypatch)
+def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
+    write("llama", tmp_path)
 
     def numbers(decoder: Decoder) -> int:
         return sum(p.numel() for p in decoder.parameters() if p.dim() > 1)
@@ -227,33 +221,27 @@ def test_each_rank_holds_its_part_alone(tmp_path: Path, monkeypatch: pytest.Monk
         (3, "neither divides the model's num_key_value_heads, 2, nor is a multiple"),
     ],
 )
-def test_a_shape_that_cannot_be_cut_is_told(
-    size: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write("qwen3", tmp_path, monkeypatch, num_key_value_heads=2)
+def test_a_shape_that_cannot_be_cut_is_told(size: int, told: str, tmp_path: Path) -> None:
+    write("qwen3", tmp_path, num_key_value_heads=2)
     with pytest.raises(ConfigError, match=told):
         load_decoder(tmp_path, torch.float32, CPU, None, Threads(size).rank(0))
 
 
 @pytest.mark.parametrize("case", ["olmo2", "stablelm-12b"])
-def test_norms_that_cannot_be_cut_are_told(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(case, tmp_path, monkeypatch)
+def test_norms_that_cannot_be_cut_are_told(case: str, tmp_path: Path) -> None:
+    write(case, tmp_path)
     with pytest.raises(ConfigError, match="norms of queries and keys cannot be cut"):
         load_decoder(tmp_path, torch.float32, CPU, None, Threads(2).rank(0))
 
 
-def test_a_feed_forward_that_cannot_be_cut_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write("llama", tmp_path, monkeypatch, intermediate_size=75)
+def test_a_feed_forward_that_cannot_be_cut_is_told(tmp_path: Path) -> None:
+    write("llama", tmp_path, intermediate_size=75)
     with pytest.raises(ConfigError, match="intermediate_size, 75"):
         load_decoder(tmp_path, torch.float32, CPU, None, Threads(2).rank(0))
 
 
-def test_a_part_is_as_strict_as_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write("llama", tmp_path, monkeypatch)
+def test_a_part_is_as_strict_as_the_whole(tmp_path: Path) -> None:
+    write("llama", tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.self_attn.o_proj.weight"
     state[name] = state[name][:, :-8].contiguous()

@@ -1,7 +1,5 @@
 """What a step makes anew. What it does, ``bench.counts`` counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ SCHEMA = Grammar.regex(r"[a-f]{3}-\d{40}")
 
 def test_a_step_makes_no_events(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """They belong to the buffers, which are made for the first two steps of a tier."""
-    with Engine(**tiny, adaptive="static", num_steps=3) as engine:
+    with Engine(**tiny, num_steps=3) as engine:
         engine.generate("abc", SCHEMA, {"max_tokens": 30, "complete": False})
         streams = engine.core.worker.streams
 

@@ -1,7 +1,5 @@
 """Drafts that are stopped within a step: no text changes, and no more is verified than drafted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, product
@@ -25,8 +23,9 @@ from tests.support import chaos, ragged
 from tests.support.policies import share_nodes
 from tests.support.ragged import SAMPLING
 from tests.support.ragged import results as results
+from tests.support.tiers import few
 
-CHAIN: dict[str, Any] = {"num_steps": 6, "adaptive": "static", "context_length": 256}
+CHAIN: dict[str, Any] = {"num_steps": 6, "context_length": 256}
 
 
 def ends_at(steps: int, trees: int, longest: int) -> DraftStop:
@@ -126,7 +125,9 @@ def plain(tiny: dict[str, Any]) -> list[Output]:
         return answer(engine)
 
 
-@pytest.mark.parametrize(("graphs", "overlap"), [(True, "once-sync"), (False, "none")])
+@pytest.mark.parametrize(
+    ("graphs", "overlap"), few([(True, "once-sync"), (False, "none")], (True, "once-sync"))
+)
 def test_stopped_drafts_change_no_text(
     tiny: dict[str, Any],
     plain: list[Output],
@@ -261,7 +262,7 @@ def test_a_drafter_that_raises_between_steps_costs_its_drafts(
 
 def test_steps_are_recorded_ahead_of_the_first_request(tiny: dict[str, Any]) -> None:
     """With chains, whose drafts are those steps."""
-    with Engine(**tiny, adaptive="adaspec", context_length=128) as engine:
+    with Engine(**{**tiny, "adaptive": "adaspec"}, context_length=128) as engine:
         worker = engine.core.worker
         worker.do(prepare_next, [Tier(1, 1, 2)])
         worker.do(prepare_next, [Tier(1, 1, 2)])

@@ -1,7 +1,5 @@
 """The contract of streams and events, on every kind that this machine has."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -20,13 +18,7 @@ from overlap_spec.worker.streams import (
 )
 from tests.support.streams import ChaosStream, ThreadStreams
 
-KINDS = [
-    "inline",
-    "threads",
-    "cpu",
-    "chaos",
-    pytest.param("cuda", marks=pytest.mark.gpu),
-]
+KINDS = ["inline", "threads", "cpu", "chaos", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(params=KINDS)

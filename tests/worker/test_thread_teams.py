@@ -1,8 +1,6 @@
 """Torch computes in parallel by one thread's team alone: with more threads of OpenMP's than cores,
 none waits awake for its next product, and passes of a real size take a sixth longer."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A wait for a core is no cost of the grammar's."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -30,7 +28,7 @@ def test_masks_that_wait_for_a_core_expose_no_more_than_the_grammar_took(
         return upload(*args)
 
     monkeypatch.setattr(InFlightStep, "upload_masks", late)
-    with Engine(**tiny, overlap=overlap, context_length=128, adaptive="static") as engine:
+    with Engine(**tiny, overlap=overlap, context_length=128) as engine:
         output = engine.generate("a", Grammar.regex("[a-z]{30}"), GREEDY)
         figures, timeline = engine.figures, engine.timeline
         spans = [s for s in timeline.spans() if s.name == "exposed"]
