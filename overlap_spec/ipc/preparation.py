@@ -29,11 +29,7 @@ class Preparation:
         self._lane = Lane(THREADS, sys.maxsize)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of ``work``.
-
-        Raises:
-            QueueFull: too many requests are open or are being prepared.
-        """
+        """The result of ``work``. QueueFull: too many requests are open or are being prepared."""
         holder, held, loop = HOLDER.get(), self._requests.held, asyncio.get_running_loop()
         self._requests.check_room(holder)
         held.add(holder)
