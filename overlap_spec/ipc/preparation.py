@@ -17,11 +17,8 @@ Result = TypeVar("Result")
 
 
 class Preparation:
-    """Does work in threads, in which the holders of requests take turns.
-
-    Args:
-        requests: Those that are open, among which one counts that is being prepared.
-    """
+    """Does work in threads, in which the holders of requests take turns; ``requests``: those that
+    are open, among which one counts that is being prepared."""
 
     def __init__(self, requests: OpenRequests) -> None:
         self._requests, self._threads = requests, ThreadPoolExecutor(THREADS, "tokenise")
