@@ -29,11 +29,8 @@ KEPT = ("name", "tool_call_id", "reasoning_content")
 
 def template_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: content as text, arguments of calls as objects.
-
-    Raises:
-        InvalidRequest: a message that no chat has; names its place, such as
-            ``messages[0].content[1].type``.
-    """
+    InvalidRequest: a message that no chat has; names its place, such as
+    ``messages[0].content[1].type``."""
     if not messages:
         raise InvalidRequest("there is no message: send at least one", "messages")
     return [_message(message, f"messages[{n}]") for n, message in enumerate(messages)]

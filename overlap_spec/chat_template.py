@@ -98,12 +98,8 @@ class ChatTemplate:
         tools: Sequence[Any] | None,
         rendering: Rendering = Rendering(),
     ) -> str:
-        """The text of a chat.
-
-        Raises:
-            InvalidRequest: the template refuses the messages, or fails at them; or the last message
-                cannot be continued.
-        """
+        """The text of a chat. InvalidRequest: the template refuses the messages, or fails at them;
+        or the last message cannot be continued."""
         mark = ""
         if rendering.continues:
             # What the template writes behind the last message's text is left out.

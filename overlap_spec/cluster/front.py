@@ -51,11 +51,8 @@ class Replicas(Protocol):
         """
 
     async def ask_all(self, call: HttpCall, timeout_s: float) -> list[Answer]:
-        """The answers of all replicas that gave one in time.
-
-        Raises:
-            EngineUnavailable: there is no replica, or one does not answer.
-        """
+        """The answers of all replicas that gave one in time. EngineUnavailable: there is no
+        replica, or one does not answer."""
 
 
 class Front:
@@ -189,11 +186,8 @@ class Reply:
         await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """End a stream with an error event.
-
-        Raises:
-            ApiError: it is no stream, and can only be broken off.
-        """
+        """End a stream with an error event. ApiError: it is no stream, and can only be broken
+        off."""
         if not self._is_stream:
             raise error
         if self._path == RESPONSES_PATH:

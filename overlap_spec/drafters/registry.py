@@ -17,11 +17,8 @@ from overlap_spec.models.tensors import tensor_names
 
 def load_drafter(name: str) -> type[Drafter]:
     """The drafter's class, by :attr:`overlap_spec.config.EngineConfig.drafter`; of several in a row
-    the one that joins them.
-
-    Raises:
-        ConfigError: there is no such drafter, or what the name leads to is none.
-    """
+    the one that joins them. ConfigError: there is no such drafter, or what the name leads to is
+    none."""
     setting, path = f"algorithm {name!r}:", f"{__package__}.{name}"
     if "," in name:
         path = f"{__package__}.row"

@@ -23,11 +23,8 @@ GrammarLike = Grammar | type[Any] | Callable[..., Any] | Mapping[str, Any] | re.
 def as_grammar(grammar: Any, additional_properties: str = "closed") -> Grammar | None:
     """What a caller gives as a grammar: a Grammar, a schema as a dict, or a type as
     :meth:`Grammar.of` takes it; None and ``str`` are free text. ``additional_properties``: as
-    :class:`Grammar` has it, for what is no Grammar yet.
-
-    Raises:
-        GrammarError: it is text, which may mean several things, or nothing that has a grammar.
-    """
+    :class:`Grammar` has it, for what is no Grammar yet. GrammarError: it is text, which may mean
+    several things, or nothing that has a grammar."""
     if grammar is None or grammar is str:
         return None
     if isinstance(grammar, str):

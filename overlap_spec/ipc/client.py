@@ -94,11 +94,8 @@ class EngineClient:
         self.preparation.close()
 
     def send(self, request: Request) -> AsyncRequestHandle:
-        """Send a request; :meth:`AsyncRequestHandle.queued` waits until it is accepted.
-
-        Raises:
-            QueueFull, EngineUnavailable: the request itself is fine.
-        """
+        """Send a request; :meth:`AsyncRequestHandle.queued` waits until it is accepted. QueueFull,
+        EngineUnavailable: the request itself is fine."""
         process = self._ready_process()
         self.open_requests.check_room(request.holder)
         handle = AsyncRequestHandle(replace(request, id=next(self._numbers)), self._abort)
@@ -123,11 +120,8 @@ class EngineClient:
             handle.fail(EngineUnavailable(reason))
 
     async def query(self, what: m.QueryKind, steps: int = 0) -> dict[str, Any]:
-        """The engine's answer to a query.
-
-        Raises:
-            EngineUnavailable: there is no engine, or it does not answer.
-        """
+        """The engine's answer to a query. EngineUnavailable: there is no engine, or it does not
+        answer."""
         process, number = self._ready_process(), next(self._numbers)
         result = self._queries[number] = asyncio.get_running_loop().create_future()
         process.send(m.Query(number, what, steps))

@@ -17,11 +17,8 @@ from overlap_spec.shares import Shares
 
 
 class OpenRequests(dict[int, AsyncRequestHandle]):
-    """The requests to one engine that are open, by their numbers.
-
-    Attributes:
-        held: How many each holder has; also of those that are being prepared.
-    """
+    """The requests to one engine that are open, by their numbers; ``held``: how many each holder
+    has; also of those that are being prepared."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,11 +17,8 @@ Result = TypeVar("Result")
 
 
 class Preparation:
-    """Does work in threads, in which the holders of requests take turns.
-
-    Args:
-        requests: Those that are open, among which one counts that is being prepared.
-    """
+    """Does work in threads, in which the holders of requests take turns; ``requests``: those that
+    are open, among which one counts that is being prepared."""
 
     def __init__(self, requests: OpenRequests) -> None:
         self._requests, self._threads = requests, ThreadPoolExecutor(THREADS, "tokenise")
@@ -29,11 +26,7 @@ class Preparation:
         self._lane = Lane(THREADS, sys.maxsize)
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """The result of ``work``.
-
-        Raises:
-            QueueFull: too many requests are open or are being prepared.
-        """
+        """The result of ``work``. QueueFull: too many requests are open or are being prepared."""
         holder, held, loop = HOLDER.get(), self._requests.held, asyncio.get_running_loop()
         self._requests.check_room(holder)
         held.add(holder)

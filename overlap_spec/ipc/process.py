@@ -36,11 +36,7 @@ class EngineProcess:
     @classmethod
     async def start(cls, settings: dict[str, Any]) -> EngineProcess:
         """Start a process that builds ``Engine(**settings)`` and then sends `EngineReady` or
-        `LoadFailed`.
-
-        Raises:
-            OSError: the system cannot start it.
-        """
+        `LoadFailed`. OSError: the system cannot start it."""
         short = None if len(tempfile.gettempdir()) <= LONGEST_PATH else "/tmp"
         folder = Path(tempfile.mkdtemp(prefix="overlap-spec-", dir=short))
         address = f"ipc://{folder}/engine"

@@ -71,12 +71,8 @@ class Scheduler:
 
     def plan(self, choose: Callable[[list[Sequence], int, int], Budget]) -> StepPlan | None:
         """The next step; None when there is nothing to run, or nothing before the steps that are
-        under way have been committed.
-
-        Args:
-            choose: Budget of a step by the sequences that get its trees, its index, and the prompt
-                tokens that it prefills.
-        """
+        under way have been committed; ``choose``: budget of a step by the sequences that get its
+        trees, its index, and the prompt tokens that it prefills."""
         live, moves = self._live(), self._starts + self.preemptions
         size, reserve = self.allocator.size, self.reserve_tokens
         for sequence in live:
