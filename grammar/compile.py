@@ -152,11 +152,7 @@ class Cache:
 
 
 class Rooms:
-    """What is known of the rests of grammars.
-
-    Args:
-        pool: Makes the rules that tell of them.
-    """
+    """What is known of the rests of grammars."""
 
     def __init__(self, vocabulary: Vocabulary, pool: Pool | InProcess) -> None:
         self._vocabulary, self._pool, self._lock = vocabulary, pool, threading.Lock()

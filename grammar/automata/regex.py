@@ -76,9 +76,6 @@ class Pattern:
     """A parsed regular expression.
 
     Args:
-        source: The pattern.
-        param: The request's field that holds it, for errors.
-        dialect: How it is read.
         most: No more than so many turns of a repeat that may have more; texts are lost.
 
     Raises:

@@ -48,10 +48,6 @@ _START = Place()
 def wrap(compiled: CompiledGrammar, plan: bytes) -> CompiledGrammar:
     """Wrap what was compiled of a grammar with `apart`.
 
-    Args:
-        compiled: By any backend.
-        plan: Of the same grammar, by `lowering.to_plan`.
-
     Raises:
         GrammarError: items must differ, and the vocabulary has no token for some byte.
     """
@@ -155,7 +151,6 @@ class DistinctMatcher(Around):
     """A position in the inner grammar, and in the JSON of its text.
 
     Args:
-        compiled: The grammar.
         inner: A matcher of it at this position.
         text: Bytes so far.
         places: Where the text stood after each token, the start first.
@@ -275,7 +270,6 @@ class DistinctMatcher(Around):
         """Whether nothing but a repeated item can follow.
 
         Args:
-            place: After the text.
             ahead: Tokens at the end of the text that the inner matcher has not accepted.
         """
         frame = watched(place)

@@ -31,7 +31,6 @@ class DistinctPlan:
     """Makes the nodes of a document.
 
     Args:
-        resolver: Reads the document.
         free: The values that the free keys of an object may have.
         in_rules: Whether an array's rules keep its items apart.
         keys_count: Whether equal keys would make an object's count wrong.

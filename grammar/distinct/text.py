@@ -113,9 +113,7 @@ class Reader:
         """The place after one more byte; None if it completes a repeated item or key.
 
         Args:
-            place: Before the byte.
             text: The whole text, at least up to the byte.
-            at: The byte's offset.
         """
         byte, mode = text[at], place.mode
         if mode in (STRING, KEY):
@@ -222,13 +220,7 @@ def watched(place: Place) -> Frame | None:
 
 
 def item_start(place: Place, frame: Frame, length: int) -> int:
-    """Where the item of an open array that is being read begins; `length` if none is.
-
-    Args:
-        place: Inside the array.
-        frame: The array.
-        length: Of the text so far.
-    """
+    """Where the item of an open array that is being read begins; `length` if none is."""
     inner, outer = place.frame, None
     while inner is not frame:
         assert inner is not None

@@ -33,15 +33,7 @@ NOTES = frozenset({"title", "description", "default", "examples", "deprecated", 
 
 
 class OutputTries:
-    """The tries of grammars that have few outputs. Safe to share between threads.
-
-    Args:
-        vocabulary: Of the grammars.
-        encode: Text → tokens, without special ones.
-
-    Attributes:
-        cut: The tokens of a text inside another.
-    """
+    """The tries of grammars that have few outputs. Safe to share between threads."""
 
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]) -> None:
         self.cut, self._lock = TextTokens(vocabulary, encode), threading.Lock()

@@ -50,7 +50,6 @@ class Guesses:
 
         Args:
             text: The forced bytes.
-            token: What was chosen.
             canonical: The tokenizer's first token, if it has one.
         """
         before, kind = self.find(text)

@@ -21,10 +21,6 @@ class Call(NamedTuple):
 class Calls:
     """The calls of a network.
 
-    Args:
-        owners: The rule of each node.
-        ends: The nodes at which rules end.
-
     Attributes:
         at: The calls of each node, without those that nothing can follow.
         tails: Of each node, the rules that it calls with nothing behind: their end is its rule's.

@@ -45,8 +45,6 @@ class Lexemes:
         names: The lexemes among `lexed`.
         excepts: As in `Syntax`, of those in `lexed`.
         quoted: As in `Syntax`, of those in `lexed`.
-        may_be_empty: Whether the empty text is allowed, which no rule matches.
-        by_characters: Whether every lexeme is a single character.
     """
 
     parsed: dict[str, Node] = field(default_factory=dict)

@@ -26,7 +26,6 @@ class Network:
     """A graph whose edges are bytes, calls of rules, and epsilon steps. Nodes are numbers.
 
     Args:
-        most_nodes: Limit on nodes.
         most_count: Counts above it are treated as unbounded: allows more, and is much smaller.
     """
 

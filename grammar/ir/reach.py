@@ -171,11 +171,7 @@ class _Bounds:
         return found
 
     def _wait(self, name: str, node: Node, behind: int, before: Before) -> None:
-        """Note the rules that an expression with such a rest behind it calls.
-
-        Args:
-            before: Of what stands before it in the rule.
-        """
+        """Note the rules that an expression with such a rest behind it calls."""
         least, _, calls = self._known[id(node)]
         if not calls or least + behind >= ENDLESS:
             return

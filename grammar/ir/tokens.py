@@ -141,7 +141,6 @@ class Token:
     Args:
         language: An expression; or a non-empty automaton over characters, which `escape` writes;
             or all texts but some.
-        escape: Writes the characters of an automaton.
     """
 
     language: Node | Dfa | Except

@@ -344,7 +344,6 @@ def build(setup: Setup, light: bool) -> Backend | None:
     """Import and build what workers are forked with.
 
     Args:
-        setup: What to build.
         light: Import with stubs in place of heavy modules.
 
     Raises:

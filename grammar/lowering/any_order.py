@@ -42,12 +42,7 @@ class Present:
 
 @dataclass
 class Orders:
-    """Writes the objects of one schema, each member wherever it comes.
-
-    Args:
-        rules: The grammar under construction.
-        layout: White space.
-    """
+    """Writes the objects of one schema, each member wherever it comes."""
 
     rules: Rules
     layout: Layout
@@ -62,13 +57,6 @@ class Orders:
         path: str,
     ) -> Node | None:
         """An expression for an object; None if it is empty.
-
-        Args:
-            members: The named members.
-            tail: The free ones, or None.
-            counts: Fewest and most members; None means no bound.
-            depth: Its nesting depth in the text.
-            path: Where it stands, for errors.
 
         Raises:
             Refusal: it has too many sets of members.

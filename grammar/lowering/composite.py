@@ -28,11 +28,6 @@ Lower = Callable[[Rules, Grammar], Node]
 def lower_composite(rules: Rules, grammar: Grammar, lower: Lower) -> Node:
     """The start expression of a grammar of one of the `KINDS`.
 
-    Args:
-        rules: Receives the rules.
-        grammar: The grammar.
-        lower: Lowers each grammar inside.
-
     Raises:
         GrammarError: as `lower` raises it.
     """

@@ -75,10 +75,6 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"}
 def lower_elements(lowering: SchemaLowering, style: str) -> Node:
     """The expression of a schema's objects as elements.
 
-    Args:
-        lowering: Of the schema, which allows objects; its other values are not written.
-        style: A name in :data:`STYLES`.
-
     Raises:
         GrammarError: names the keyword and its path; or the schema allows no object.
     """

@@ -19,7 +19,6 @@ class Layout:
     """Where white space goes.
 
     Args:
-        rules: The grammar under construction.
         whitespace: `"compact"`, `"bounded"`, or the number of spaces of an indented form.
     """
 

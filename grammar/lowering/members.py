@@ -35,16 +35,7 @@ class Tail:
 
 @dataclass
 class Members:
-    """Builds the rules of one container.
-
-    Args:
-        rules: The grammar under construction.
-        layout: White space.
-        brackets: `"[]"` or `"{}"`.
-        depth: Nesting depth of the container.
-        least: Fewest members.
-        most: Most members, or None.
-    """
+    """Builds the rules of one container."""
 
     rules: Rules
     layout: Layout

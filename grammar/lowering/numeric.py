@@ -35,8 +35,6 @@ def number_language(shape: Numbers, path: str, once: bool = False) -> Node | Dfa
     there are none.
 
     Args:
-        shape: The numbers.
-        path: Where they stand.
         once: Write each number in one form.
 
     Raises:

@@ -76,15 +76,7 @@ class FreeKeys:
 
 @dataclass
 class ObjectWriter:
-    """Writes one object shape.
-
-    Args:
-        writer: Writes the members.
-        shape: The objects.
-        path: Their path in the schema document.
-        depth: Their nesting depth in the text.
-        once: How their members are written.
-    """
+    """Writes one object shape."""
 
     writer: Writer
     shape: Objects

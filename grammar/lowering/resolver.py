@@ -49,9 +49,6 @@ class Resolver:
     """Reads one schema document; also the oracle for shapes.
 
     Args:
-        root: The document.
-        best_effort: Leave out a keyword that cannot be enforced, instead of refusing it.
-        formats: Whether `format` is held, rather than an annotation.
         closes_objects: Whether :meth:`written` leaves out members that no keyword names.
     """
 

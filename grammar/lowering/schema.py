@@ -45,15 +45,9 @@ class SchemaLowering:
     """Lowers one schema document.
 
     Args:
-        root: The document, already checked against its metaschema.
-        whitespace: As in `Grammar`.
-        best_effort: Leave out keywords that cannot be enforced, instead of refusing them.
-        rules: Receives the rules.
         apart: Leave items and keys that must differ, and that no rules keep apart, to a matcher
             that looks at them; :attr:`looks` tells whether there are such.
         any_order: Write members in any order, but inside items that must differ.
-        formats: Whether `format` is held, rather than an annotation.
-        closes_objects: Whether an object that names members has no others, unless it says so.
     """
 
     def __init__(

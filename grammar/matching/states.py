@@ -55,7 +55,6 @@ class StateMatcher(Matcher, Generic[State]):
     """A path through an automaton; rollback truncates it.
 
     Args:
-        automaton: The grammar.
         path: The state after each token, the start first; None after a stop token.
     """
 

@@ -138,7 +138,6 @@ def answer_of(source: str, text: str) -> str:
 
     Args:
         source: The source of a grammar of kind `after_thinking`.
-        text: The whole output.
 
     Raises:
         ValueError: the thinking has no end.

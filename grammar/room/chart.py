@@ -162,10 +162,6 @@ class Step(NamedTuple):
 class Chart:
     """The places of a grammar that were come to so far; safe to share between threads.
 
-    Args:
-        rules: Of the grammar.
-        trie: Of the vocabulary.
-
     Raises:
         GrammarError: the grammar is too large to be followed.
     """
@@ -420,13 +416,7 @@ class Chart:
 
 
 class _Reading:
-    """Tokens read at a place, to be a step.
-
-    Args:
-        chart: Of the place.
-        here: The place.
-        repeats: What tells of most of the tokens, once it is entered.
-    """
+    """Tokens read at a place, to be a step."""
 
     def __init__(self, chart: Chart, here: Place, repeats: Repeats | None = None) -> None:
         self._chart, self._here, self._repeats = chart, here, repeats

@@ -107,11 +107,6 @@ def room_rules(
 ) -> RoomRules:
     """The rules of a grammar.
 
-    Args:
-        syntax: In rules alone.
-        thinking: What stands before it.
-        most_nodes: Of the rules.
-
     Raises:
         GrammarError: it is too large.
     """

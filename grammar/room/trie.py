@@ -27,8 +27,6 @@ class Repeats:
     """Which tokens are texts of one language, one after the other.
 
     Args:
-        texts: Of the tokens.
-        words: Of a mask row.
         counts: int16 `(size,)`: of how many texts each token is made; -1: it is not.
         passed, cuts: int16 `(size,)`: of how many its longest such beginning is, and its bytes.
 
@@ -87,11 +85,8 @@ class TokenTrie:
     """A tree of the texts of tokens; node 0 is its root, and stands for tokens without text.
 
     Attributes:
-        nodes: How many there are.
         levels: For each depth, its first node, and the parent and the byte of each of its nodes.
         node_of: int64 `(size,)`: the node of each token's text.
-        texts: Of the tokens.
-        by_text: Texts of tokens.
         longest: Bytes of the longest token.
     """
 

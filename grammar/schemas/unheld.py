@@ -32,7 +32,6 @@ def warnings_of(schema: Any, path: str = "$", formats: bool = True) -> tuple[str
 
     Args:
         schema: Valid under its metaschema.
-        path: Where it stands.
         formats: Whether formats are to be held.
     """
     found: dict[str, str] = {}
