@@ -232,7 +232,6 @@ class GrammarCompiler:
         """A compiler for a vocabulary (`Vocabulary.of(tokenizer)`).
 
         Args:
-            vocabulary: Of the matchers.
             backend: A backend's name, as `--grammar-backend` takes it.
             settings: As the class takes them, but `backend`.
 
@@ -244,9 +243,6 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar, most_tokens: int | None = None) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.
-
-        Args:
-            most_tokens: As for `submit`.
 
         Raises:
             CompileFailure: a limit was exceeded, the process crashed, or the queue is full.

@@ -17,7 +17,6 @@ def packed(flags: npt.NDArray[np.bool_], words: int) -> Row:
 
     Args:
         flags: bool `(n,)`, at most as many as the row has bits; the other bits are 0.
-        words: Of the row.
     """
     bits = np.zeros(words * 4, np.uint8)
     packed = np.packbits(flags, bitorder="little")

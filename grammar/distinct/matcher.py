@@ -86,10 +86,8 @@ class TokenSets:
         inside: Those that do so after a quote, for texts that stand in a string.
         fresh: Those that may open an array or object and repeat something in it.
         keyed: Those that may begin and end a key behind a comma or white space.
-        quoted: Those with a quote.
         escaped: Those with a quote and a backslash, which may spell a key in another way.
         words: The texts of all tokens, sorted.
-        ids: Their tokens.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -152,7 +150,6 @@ class DistinctMatcher(Around):
 
     Args:
         inner: A matcher of it at this position.
-        text: Bytes so far.
         places: Where the text stood after each token, the start first.
         lengths: Bytes after each token.
     """
@@ -324,8 +321,8 @@ class DistinctMatcher(Around):
 
     def _legal(self, place: Place, frame: Frame, read: bytes, ahead: tuple[int, ...]) -> bytes:
         """The bytes that the inner grammar allows next inside an item."""
-        assert frame.memory is not None
-        legal, count = frame.memory.legal, len(self._reader.nodes[frame.node].items)
+        assert frame.legal is not None
+        legal, count = frame.legal, len(self._reader.nodes[frame.node].items)
         # White space, which is not in the text as read, ends a number.
         key = (min(frame.done, count), read, place.mode == WORD)
         if key not in legal or not read:

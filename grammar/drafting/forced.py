@@ -103,7 +103,6 @@ class ForcedRuns:
             matcher: As it was when it filled ``rows``, by `Matcher.fill_tree` with this tree.
             runs: int32 ``(nodes, TOLD)``, completely overwritten: a run, -1 behind its end, then
                 the node's state and its place in the trie, -1 where nothing is known.
-            guesses: The request's.
         """
         runs.fill(-1)
         counts = np.bitwise_count(rows.take(self._words, 1) & self._bits)
@@ -168,7 +167,6 @@ class ForcedRuns:
         """Note what a request's model chose where text was forced.
 
         Args:
-            openings: Of its tree.
             chosen: The tokens that followed the root.
         """
         told, guesses.told = guesses.told, []

@@ -49,7 +49,6 @@ class Guesses:
         """Enter a choice, and what a guess would have been worth, made or not.
 
         Args:
-            text: The forced bytes.
             canonical: The tokenizer's first token, if it has one.
         """
         before, kind = self.find(text)

@@ -75,9 +75,6 @@ def reach(syntax: Syntax) -> Reach:
     it may begin with: where one that began at a byte waits twice, the shortest rest leaves out what
     lies between.
 
-    Args:
-        syntax: In rules alone.
-
     Raises:
         GrammarError: its trees are too deep.
     """
@@ -107,7 +104,6 @@ class _Bounds:
     """How long the rests in the rules of a grammar are.
 
     Args:
-        syntax: In rules alone.
         circle: Of its rules, those in the same one by the same number, in the order in which few
             passes do.
 

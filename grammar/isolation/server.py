@@ -26,25 +26,11 @@ import msgspec
 
 from overlap_spec.children import OUTSIDE, can_take, end_with, is_stopped
 from overlap_spec.grammar.contract import Backend
-from overlap_spec.grammar.isolation import worker
-from overlap_spec.grammar.isolation.channel import (
-    Body,
-    Order,
-    Word,
-    drop,
-    pair,
-    read,
-    receive,
-    send,
-)
+from overlap_spec.grammar.isolation import channel, worker
+from overlap_spec.grammar.isolation.channel import Body, Order, Word
 from overlap_spec.grammar.isolation.import_stubs import import_light
 from overlap_spec.grammar.isolation.jobs import means_out_of_memory
-from overlap_spec.grammar.isolation.limits import (
-    SIMPLIFY,
-    CompileLimits,
-    Failed,
-    out_of_memory,
-)
+from overlap_spec.grammar.isolation.limits import SIMPLIFY, CompileLimits, Failed, out_of_memory
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.shares import Lane
@@ -111,7 +97,7 @@ class Workers:
                 break
             self.kill(given)
         given.answer = self._loop.create_future()
-        send(given.end, Order(), job)
+        channel.send(given.end, Order(), job)
         # So that the next one need not wait for a fork.
         self.fork_spare()
         return given
@@ -124,7 +110,7 @@ class Workers:
                 self.idle.append(self._fork())
 
     def _fork(self) -> Worker:
-        (near, far), parent = pair(), os.getpid()
+        (near, far), parent = channel.pair(), os.getpid()
         output = os.fdopen(os.memfd_create("output"), "rb")
         with far:
             pid = os.fork()
@@ -142,7 +128,7 @@ class Workers:
         waiting = given.answer if given.answer and not given.answer.done() else None
         error: Exception = Failed("crash", "its worker process sent what none sends")
         try:
-            message = receive(given.end, Word)
+            message = channel.receive(given.end, Word)
         except BlockingIOError:
             return
         except ValueError:
@@ -154,7 +140,7 @@ class Workers:
                 waiting.set_result(message)
                 return
             else:
-                drop(message[1])
+                channel.drop(message[1])
         self.kill(given)
         if waiting is not None:
             waiting.set_exception(error)
@@ -215,13 +201,15 @@ class Server:
         """Begin jobs, and stop those that are wanted no more, all that are told: what is stopped
         as it begins costs no worker."""
         while select.select([self.end], [], [], 0)[0]:
-            message = receive(self.end, Order)
+            message = channel.receive(self.end, Order)
             if message is None:
                 over.set()
                 return
             order, body = message
             if body is not None:
-                task = self.tasks[order.number] = asyncio.create_task(self._do(order, read(body)))
+                task = self.tasks[order.number] = asyncio.create_task(
+                    self._do(order, channel.read(body))
+                )
                 task.add_done_callback(partial(self._done, order.number))
             elif order.number in self.tasks:
                 self.tasks[order.number].cancel()
@@ -236,7 +224,7 @@ class Server:
         state = (len(workers.every), *lanes, workers.forked, workers.killed)
         # An engine that has gone is told nothing.
         with contextlib.suppress(ConnectionError):
-            send(self.end, msgspec.structs.replace(word or Word(), state=state), body)
+            channel.send(self.end, msgspec.structs.replace(word or Word(), state=state), body)
 
     def _tell_soon(self) -> None:
         """Tell how things stand, unless something is told before."""
@@ -257,7 +245,7 @@ class Server:
         except OSError as error:
             word = Word(failed="unavailable", reason=f"{type(error).__name__}: {error}; {LATER}")
         self._tell(msgspec.structs.replace(word, number=order.number), body)
-        drop(body)
+        channel.drop(body)
 
     def _done(self, number: int, _: asyncio.Task[None]) -> None:
         del self.tasks[number]
@@ -387,7 +375,7 @@ def main(arguments: list[str]) -> None:
         if light:
             os.execv(sys.executable, [*sys.orig_argv, "full"])
         reason = f"{type(error).__name__}: {error}"[: worker.MESSAGE_CHARACTERS]
-        send(end, Word(failed="unavailable", reason=reason))
+        channel.send(end, Word(failed="unavailable", reason=reason))
         return
     gc.collect()
     gc.freeze()

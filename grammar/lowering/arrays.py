@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Ref
-from overlap_spec.grammar.ir.rules import choice, literal, sequence
+from overlap_spec.grammar.ir.rules import choice, sequence
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.keywords import Refusal
 from overlap_spec.grammar.lowering.members import Member, Members, Tail
@@ -205,11 +205,8 @@ class ArrayWriter:
             ends = [EMPTY] if may_end(state) else []
             if steps or ends:
                 rules.define(names[state], choice([*steps, *ends]))
-        opening = layout.opening("[", self.depth + 1)
-        closing = layout.closing("]", self.depth)
-        found = [sequence(opening, choice(first), closing)] if first else []
-        found += [literal("[]")] if may_end(start) else []
-        return choice(found) if found else None
+        inside = choice(first) if first else None
+        return layout.container("[]", self.depth, inside, may_end(start))
 
 
 def fixed_items(shape: Arrays, resolver: Resolver) -> list[str] | None:

@@ -114,11 +114,10 @@ class _Tags:
         if kind == "dispatch":
             after = {text: self.lower(part, ends) for text, part in form["rules"]}
             return self._dispatch(after, form["loop"], tuple(form["excludes"]))
-        least, most = {
-            "optional": (0, 1),
-            "plus": (1, None),
-            "star": (0, None),
-        }.get(kind) or (form["min"], None if form["max"] == -1 else form["max"])
+        least, most = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}.get(kind) or (
+            form["min"],
+            None if form["max"] == -1 else form["max"],
+        )
         return repeat(self.lower(form["content"], ends), least, most)
 
     def _tag(self, tag: dict[str, Any], begin: str, ends: tuple[str, ...]) -> Node:

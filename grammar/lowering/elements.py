@@ -41,7 +41,6 @@ class Style:
 
     Args:
         start: What it starts with; `{key}` and `{type}` are those of the member.
-        end: What ends it.
         types: The name of each JSON type; empty if it is not written.
         nested: How a list's items start, where lists and objects are elements too.
         escaped: Whether `&`, `<`, `>` and `"` in keys are entities.

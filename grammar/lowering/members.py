@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node
-from overlap_spec.grammar.ir.rules import Rules, choice, literal, repeat, sequence
+from overlap_spec.grammar.ir.rules import Rules, choice, repeat, sequence
 from overlap_spec.grammar.lowering.layout import Layout
 
 # Each member's rule refers to the next one's, and the backends' libraries follow rules by
@@ -79,15 +79,11 @@ class Members:
             or self.least > need
             or not (self.most is None or (room is not None and room <= self.most))
         )
-        opening = self.layout.opening(self.brackets[0], self.depth + 1)
-        closing = self.layout.closing(self.brackets[1], self.depth)
         if not self._counts:
             self._from_the_end()
         inside = self._from(0, 0, True)
-        ways: list[Node] = [] if inside is None else [sequence(opening, inside, closing)]
-        if self.least == 0 and (positional or need == 0) and not (tail and tail.must):
-            ways.append(literal(self.brackets))
-        return choice(ways) if ways else None
+        empty = self.least == 0 and (positional or need == 0) and not (tail and tail.must)
+        return self.layout.container(self.brackets, self.depth, inside, empty)
 
     def _from_the_end(self) -> None:
         """Make the rules that :meth:`_from` will ask for, last member first, so that its recursion
@@ -153,11 +149,7 @@ class Members:
         return choice(ways) if ways else None
 
     def _around(
-        self,
-        tail: Tail,
-        before: tuple[int, int | None],
-        after: tuple[int, int | None],
-        first: bool,
+        self, tail: Tail, before: tuple[int, int | None], after: tuple[int, int | None], first: bool
     ) -> Node:
         comma = self.layout.comma(self.depth + 1)
         head = repeat(sequence(tail.every, comma), *before)

@@ -23,6 +23,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Both,
     Consts,
     Doc,
+    Document,
     Expr,
     Found,
     Keys,
@@ -45,8 +46,8 @@ class OpenError(GrammarError):
     """An expression that refers to itself without a member in between."""
 
 
-class Resolver:
-    """Reads one schema document; also the oracle for shapes.
+class Resolver(Document):
+    """Reads one schema document.
 
     Args:
         closes_objects: Whether :meth:`written` leaves out members that no keyword names.
@@ -158,7 +159,6 @@ class Resolver:
         return plain
 
     def target(self, keyword: str, reference: str, path: str) -> Expr:
-        """What a reference keyword of the document that is being read points to."""
         find = self.references.target if keyword == "$ref" else self.references.dynamic_target
         node, scope = find(reference, path, self._scope)
         return self._expr(node, path, scope)
@@ -254,18 +254,13 @@ class Resolver:
             return [shape]
         return [_structure(json.loads(text), self.expr) for _, text in shape.values]
 
-    # The schema oracle.
-
     def holds(self, shape: Shape, text: str) -> bool:
-        """Whether a shape contains a value, given as JSON text."""
         return contains_value(shape, loads(text), self)
 
     def has(self, expr: Expr, value: Any) -> bool:
-        """Whether an expression contains a value, with numbers as Decimal."""
         return expr == ANY or any(contains_value(s, value, self) for s in self.shapes(expr))
 
     def has_key(self, keys: Keys, name: str) -> bool:
-        """Whether a set of keys contains a name."""
         found = (
             name in keys.names
             or any(Pattern(pattern, "schema").matches(name) for pattern in keys.patterns)

@@ -19,7 +19,6 @@ class ReasoningFormat:
 
     Args:
         begin: Opens it; some chat templates put it into the prompt.
-        end: Closes it.
         opens_inside: Whether a reply without `begin` starts inside the thinking, because the
             template has opened it or the model always thinks. If not, a reply thinks only if it
             starts with `begin`.

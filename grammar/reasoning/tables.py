@@ -54,7 +54,6 @@ class MarkerTokens:
         free_row: int32 `(words,)`, all tokens of text; no stop token.
         crossing: For each state (bytes of `end` read so far), the tokens that complete `end`, each
             with the bytes after it.
-        breaks: Tokens that begin with a line break.
         heads: For each state of `begin`, which may be empty, the tokens that continue it; see
             `_head`.
     """

@@ -22,10 +22,6 @@ _Item = tuple[int, ...]
 class Body:
     """A rule none of whose texts begins with another.
 
-    Args:
-        moves: As kept.
-        rules: As kept.
-
     Attributes:
         moves: int16 `(states + 2, 256)`: the state after each byte; 0 is the first one, the last is
             the end of a text, and the last but one that of no text.

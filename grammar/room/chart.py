@@ -85,7 +85,6 @@ class Entry(NamedTuple):
     """How tokens that are bodies of one repetition lead on from a place.
 
     Attributes:
-        body: Of the repetition.
         after: The place behind the first one; `Place.lead` tells the next ones.
         others: First bytes of bodies that may lead elsewhere.
     """
@@ -99,7 +98,6 @@ class Step(NamedTuple):
     """What one token can do at a place.
 
     Attributes:
-        places: The places that tokens lead to.
         kinds: int16 `(size,)`: of each token its kind, -1 or above; or there are none.
         of_kind: int64 `(n + 1,)`: of each kind, the number of the place behind such tokens, -1:
             there is none; the last is that of -1.

@@ -11,6 +11,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from overlap_spec.caches import newest
 from overlap_spec.grammar.rows import packed
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -29,9 +30,6 @@ class Repeats:
     Args:
         counts: int16 `(size,)`: of how many texts each token is made; -1: it is not.
         passed, cuts: int16 `(size,)`: of how many its longest such beginning is, and its bytes.
-
-    Attributes:
-        most: The most of the counts.
     """
 
     texts: tuple[bytes, ...]
@@ -130,16 +128,8 @@ class TokenTrie:
         Args:
             moves: int16 `(states, 256)`: an automaton, as `Body.moves`.
         """
-        name = moves.tobytes()
         with self._lock:
-            found = self._repeats.get(name)
-            if found is None:
-                found = self._repeats[name] = self._read(moves)
-                if len(self._repeats) > BODIES:
-                    self._repeats.popitem(last=False)
-            else:
-                self._repeats.move_to_end(name)
-        return found
+            return newest(self._repeats, moves.tobytes(), lambda: self._read(moves), BODIES)
 
     def _read(self, moves: npt.NDArray[np.int16]) -> Repeats:
         end = len(moves) - 1

@@ -141,9 +141,7 @@ def _is_names(value: Any) -> bool:
 
 def _are_plain(values: list[Any]) -> bool:
     """Whether all are texts, whole numbers or null, and differ."""
-    return all(type(v) in (str, int, type(None)) for v in values) and len(set(values)) == len(
-        values
-    )
+    return all(type(v) in (str, int, type(None)) for v in values) and len({*values}) == len(values)
 
 
 def _is_type(value: Any) -> bool:
