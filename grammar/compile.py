@@ -123,8 +123,7 @@ class Cache:
             self._failed.popitem(last=False)
 
     def make_way(self, ceiling: MemoryCeiling | None) -> bool:
-        """Whether the process is under its ceiling; evicts half of the grammars at a time until it
-        is."""
+        """Whether the process is under its ceiling, if need be with half of the grammars gone."""
         while ceiling is not None and ceiling.is_reached():
             if not self._done:
                 return False
@@ -458,8 +457,7 @@ def _size(compiled: CompiledGrammar) -> int:
 
 
 def _with_rests(compiled: Future[CompiledGrammar], most_tokens: int) -> Future[CompiledGrammar]:
-    """A compiled grammar whose rests are told, or cannot be, where there are few tokens for a
-    text."""
+    """A compiled grammar whose rests are told, or cannot be, where tokens are few."""
 
     def wait(compiled: CompiledGrammar, waiter: Waiter) -> None:
         room = compiled.room

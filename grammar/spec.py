@@ -396,8 +396,7 @@ class Grammar:
         return TypeAdapter(self.output).validate_json(text)
 
     def _packed(self, around: str) -> list[Any]:
-        """What the source of a grammar ``around`` has of this one: a choice can be weighed where it
-        is the whole output alone."""
+        """What the source of a grammar ``around`` has of this one; a weighed choice is no part."""
         for name in ("probabilities", "faithful"):
             if getattr(self, name):
                 raise GrammarError(

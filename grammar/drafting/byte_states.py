@@ -145,8 +145,7 @@ class _Unrolled:
         return found
 
     def _closed(self, places: State) -> State | None:
-        """The places with bytes, or ends of the grammar, that are reached without a byte; None
-        where they are too many or too deep."""
+        """Places with bytes, or ends, reached without a byte; None: too many or too deep."""
         found: State = frozenset()
         for place in places:
             own = self._known.get(place, UNKNOWN)

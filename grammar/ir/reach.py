@@ -45,8 +45,7 @@ class Reach(NamedTuple):
     begins: bytes
 
     def longest(self, size: int) -> int:
-        """Most bytes that are forced behind a text of ``size`` bytes: no more than those of the
-        shortest rest."""
+        """Most bytes that are forced behind a text of ``size`` bytes."""
         return self.fixed + self.each * (size + 1)
 
     def behind(self, thinking: Thinking) -> Reach:

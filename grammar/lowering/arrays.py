@@ -210,8 +210,7 @@ class ArrayWriter:
 
 
 def fixed_items(shape: Arrays, resolver: Resolver) -> list[str] | None:
-    """The texts of the items of an array of a few fixed values, whose rules can keep them apart;
-    None of any other array."""
+    """The texts of items that are a few fixed values, which rules can keep apart; or None."""
     if shape.prefix or shape.contains:
         return None
     values: dict[str, str] = {}

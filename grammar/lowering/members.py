@@ -16,8 +16,7 @@ MOST_NAMED = 1024
 
 @dataclass(frozen=True)
 class Member:
-    """A named or positional member: its expression (None if it is impossible), and whether it is
-    required."""
+    """A named or positional member; its expression is None where it is impossible."""
 
     rule: Node | None
     required: bool
@@ -86,8 +85,7 @@ class Members:
         return self.layout.container(self.brackets, self.depth, inside, empty)
 
     def _from_the_end(self) -> None:
-        """Make the rules that :meth:`_from` will ask for, last member first, so that its recursion
-        is as deep for a thousand members as for ten."""
+        """Make the rules last member first, so that :meth:`_from` never recurses deep."""
         required = (i for i, member in enumerate(self._members) if member.required)
         leading = next(required, len(self._members))
         for first, last in ((False, len(self._members)), (True, leading)):

@@ -67,8 +67,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class FreeKeys:
-    """Free keys of one kind: the predicates that they match, and their texts (None means all
-    except the named keys)."""
+    """Free keys: the predicates that they match, and their texts (None: all but named ones)."""
 
     matches: frozenset[Predicate]
     texts: Dfa | None

@@ -57,8 +57,7 @@ class Values:
         return isinstance(shape, Arrays | Objects) and self.is_open(shape)
 
     def is_open(self, shape: Shape) -> bool:
-        """Whether an array or object can surely go on to infinitely many values from any place
-        inside it."""
+        """Whether an array or object can surely go on for ever from any place inside it."""
         if isinstance(shape, Arrays):
             free = shape.most is None and not shape.contains
             return free and self.infinite(shape.rest)

@@ -51,8 +51,7 @@ class Bodies:
         self._known: dict[int, Body | None] = {}
 
     def of(self, rule: int) -> Body | None:
-        """A rule as a body; None: some text of it begins with another, or it is too large or too
-        small to be looked at."""
+        """A rule as a body; None: a text begins with another, or it is too large or too small."""
         if rule not in self._known:
             self._known[rule] = self._make(rule)
         return self._known[rule]

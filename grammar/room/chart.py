@@ -242,8 +242,7 @@ class Chart:
                 self.trie.repeats(body.moves)
 
     def entry(self, here: Place) -> Entry | None:
-        """How tokens that are bodies of one repetition lead on from a place; None: they are not
-        told apart so."""
+        """How tokens that are bodies of one repetition lead on from a place; None: not told so."""
         if not here.is_entered:
             here.entry, here.is_entered = _find_entry(self, here), True
         return here.entry

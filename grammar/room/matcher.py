@@ -211,8 +211,7 @@ class RoomMatcher(Around):
         return np.array([fits(place) for place in step.places], np.bool_)
 
     def _try(self, chart: Chart, row: Row, kept: Row, step: Step, room: int) -> None:
-        """Add to a row the tokens with little to spare behind which the inner matcher takes a rest
-        that fits."""
+        """Add tokens with little to spare behind which the inner matcher takes a rest that fits."""
         needs = np.array([chart.tokens(place) for place in step.places], np.int64)
         asked = step.row(needs <= room, row) & ~kept
         left = [TRIED_STEPS]

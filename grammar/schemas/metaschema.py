@@ -193,8 +193,7 @@ _OTHERS = frozenset((
 
 
 def _is_surely_valid(document: Any) -> bool:
-    """Whether a document is valid under each of the dialects that agree; False if that takes more
-    than a look at each value."""
+    """Whether a document is valid in all dialects that agree, as far as a look tells."""
     pending: list[tuple[Any, int]] = [(document, 0)]
     while pending:
         schema, depth = pending.pop()
