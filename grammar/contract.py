@@ -149,6 +149,7 @@ class CompiledGrammar(ABC):
     """A grammar compiled for a vocabulary: immutable, shared by requests and threads.
 
     Attributes:
+        backend: Name of the backend that compiled it.
         reason: Why that backend was picked; empty if there was no choice.
         plan: What its grammar leaves to `distinct.matcher`; empty if nothing.
         states: Its table of states by bytes, for drafts; None: it has none, or nobody asked.

@@ -65,11 +65,8 @@ class ForcedRuns:
         weighed: bool = False,
     ) -> None:
         self.weighed = weighed
-        self._text, self._encoded, self._tokens = (
-            vocabulary.text,
-            TextTokens(vocabulary, encode),
-            tokens,
-        )
+        self._text, self._tokens = vocabulary.text, tokens
+        self._encoded = TextTokens(vocabulary, encode)
         self._stops = frozenset(vocabulary.stop_ids)
         single = vocabulary.byte_tokens
         self._all_bytes = bool((single >= 0).all())

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from overlap_spec.grammar.automata.dfa import reached
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node
-from overlap_spec.grammar.ir.rules import Rules, choice, sequence
+from overlap_spec.grammar.ir.rules import choice, sequence
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.layout import Layout
 from overlap_spec.grammar.lowering.members import Member, Tail
@@ -44,7 +44,6 @@ class Present:
 class Orders:
     """Writes the objects of one schema, each member wherever it comes."""
 
-    rules: Rules
     layout: Layout
     _sets: int = field(default=0, init=False)
 
@@ -74,11 +73,12 @@ class Orders:
         start = Present()
         if start not in alive:
             return None
-        names = {state: self.rules.reserve() for state in alive}
+        rules = self.layout.rules
+        names = {state: rules.reserve() for state in alive}
         comma = self.layout.comma(depth + 1)
         for state, name in names.items():
             ways: list[Node] = [sequence(comma, rule, names[to]) for rule, to in alive[state]]
-            self.rules.define(name, choice([*ways, EMPTY] if sets.may_end(state) else ways))
+            rules.define(name, choice([*ways, EMPTY] if sets.may_end(state) else ways))
         first = [sequence(rule, names[to]) for rule, to in alive[start]]
         inside = choice(first) if first else None
         return self.layout.container("{}", depth, inside, sets.may_end(start))

@@ -68,7 +68,7 @@ class ArrayWriter:
             rest = self._item(shape.rest, None)
             tail = None if rest is None else Tail(rest)
         layout = self.writer.layout
-        build = Members(self.writer.rules, layout, "[]", self.depth, shape.least, shape.most)
+        build = Members(layout, "[]", self.depth, shape.least, shape.most)
         return build.array(members, tail)
 
     def _item(self, expr: Expr, place: int | None) -> Node | None:

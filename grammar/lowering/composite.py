@@ -72,13 +72,7 @@ class _Parts:
 
     def elements(self, schema: Any, style: str) -> Node:
         """The rule of an object's members as elements."""
-        lowering = SchemaLowering(
-            schema,
-            self._grammar.whitespace,
-            False,
-            self.rules,
-            closes_objects=self._grammar.additional_properties == "closed",
-        )
+        lowering = SchemaLowering(self.rules, self._grammar, schema)
         return self.rules.add(lower_elements(lowering, style))
 
 

@@ -135,10 +135,8 @@ class _Elements:
     def _ways(self, start: str, shape: Shape, path: str) -> list[Node]:
         named = dict(zip(_KINDS, self.style.types, strict=False)).get(shape.kind, "")
         head, *more = map(literal, start.replace("{type}", named).split("\n"))
-        head, end = (
-            sequence(head, *(n for part in more for n in (_BREAK, part))),
-            literal(self.style.end),
-        )
+        head = sequence(head, *(n for part in more for n in (_BREAK, part)))
+        end = literal(self.style.end)
         if isinstance(shape, Strings):
             rest = self._text(shape, path)
             return [] if rest is None else [sequence(head, rest)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node
-from overlap_spec.grammar.ir.rules import Rules, choice, repeat, sequence
+from overlap_spec.grammar.ir.rules import choice, repeat, sequence
 from overlap_spec.grammar.lowering.layout import Layout
 
 # Each member's rule refers to the next one's, and the backends' libraries follow rules by
@@ -36,7 +36,6 @@ class Tail:
 class Members:
     """Builds the rules of one container."""
 
-    rules: Rules
     layout: Layout
     brackets: str
     depth: int
@@ -99,7 +98,7 @@ class Members:
         key = (index, count if self._counts else 0, first)
         if key not in self._made:
             body = self._rest(index, count, first)
-            self._made[key] = body if body is None or body == EMPTY else self.rules.add(body)
+            self._made[key] = body if body is None or body == EMPTY else self.layout.rules.add(body)
         return self._made[key]
 
     def _rest(self, index: int, count: int, first: bool) -> Node | None:

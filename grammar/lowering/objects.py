@@ -137,7 +137,7 @@ class ObjectWriter:
         if writer.orders is not None and self.once is Once.NO:
             counts = shape.least, shape.most
             return writer.orders.object(members, tail, counts, self.depth, self.path)
-        build = Members(writer.rules, writer.layout, "{}", self.depth, shape.least, shape.most)
+        build = Members(writer.layout, "{}", self.depth, shape.least, shape.most)
         return build.object(members, tail)
 
     def _look(self) -> None:
