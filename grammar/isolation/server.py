@@ -79,10 +79,8 @@ class Worker:
 class Workers:
     """The forked workers, and those of them that wait for a job."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, backend: Backend | None, limits: CompileLimits
-    ) -> None:
-        self._loop, self._backend, self._limits = loop, backend, limits
+    def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
+        self._backend, self._limits = backend, limits
         self.every: set[Worker] = set()
         self.idle: list[Worker] = []
         self.forked = self.killed = 0
@@ -96,7 +94,7 @@ class Workers:
             if given in self.every and given.answer is None:
                 break
             self.kill(given)
-        given.answer = self._loop.create_future()
+        given.answer = asyncio.get_running_loop().create_future()
         channel.send(given.end, Order(), job)
         # So that the next one need not wait for a fork.
         self.fork_spare()
@@ -120,7 +118,7 @@ class Workers:
         forked = Worker(pid, near, output)
         self.every.add(forked)
         self.forked += 1
-        self._loop.add_reader(near, self._read, forked)
+        asyncio.get_running_loop().add_reader(near, self._read, forked)
         return forked
 
     def _read(self, given: Worker) -> None:
@@ -157,7 +155,7 @@ class Workers:
 
     def _end(self, given: Worker) -> Exception:
         """Let a worker go that can say no more; what its job has met by that."""
-        self._loop.remove_reader(given.end)
+        asyncio.get_running_loop().remove_reader(given.end)
         given.end.close()
         # One in other hands may have closed its socket alone.
         os.kill(given.pid, signal.SIGKILL)
@@ -176,11 +174,10 @@ class Workers:
 
 
 class Server:
-    """Lanes and workers, on the loop that runs."""
+    """Lanes and workers."""
 
     def __init__(self, end: socket.socket, backend: Backend | None, limits: CompileLimits) -> None:
-        self.loop, self.end, self.limits = asyncio.get_running_loop(), end, limits
-        self.workers = Workers(self.loop, backend, limits)
+        self.end, self.limits, self.workers = end, limits, Workers(backend, limits)
         self.quick = Lane(limits.fast_running, limits.fast_waiting)
         self.slow = Lane(limits.long_running, limits.long_waiting)
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -188,7 +185,7 @@ class Server:
 
     async def run(self) -> None:
         """Serve until the engine closes the channel, then kill all workers."""
-        over = asyncio.Event()
+        over, self.loop = asyncio.Event(), asyncio.get_running_loop()
         self.loop.add_reader(self.end, self._hear, over)
         self.workers.fork_spare()
         self._tell()
@@ -354,11 +351,6 @@ def build(setup: Setup, light: bool) -> Backend | None:
     return backend
 
 
-async def serve(end: socket.socket, backend: Backend | None, limits: CompileLimits) -> None:
-    """Serve on a loop of this process's own."""
-    await Server(end, backend, limits).run()
-
-
 def main(arguments: list[str]) -> None:
     """Entry point of the process."""
     end_with(int(arguments[2]))
@@ -381,4 +373,4 @@ def main(arguments: list[str]) -> None:
     gc.freeze()
     # Not earlier: a request waits for the first grammar.
     os.nice(setup.limits.nice)
-    asyncio.run(serve(end, backend, setup.limits))
+    asyncio.run(Server(end, backend, setup.limits).run())
