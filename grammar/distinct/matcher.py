@@ -75,7 +75,7 @@ class DistinctGrammar(CompiledGrammar):
         return self.inner.memory_bytes + 40 * len(self._packed)
 
     def matcher(self) -> Matcher:
-        return DistinctMatcher(self, self.inner.matcher(), bytearray(), [_START], [0])
+        return DistinctMatcher(self, self.inner.matcher())
 
 
 class TokenSets:
@@ -146,25 +146,13 @@ def _has(text: bytes, marks: frozenset[int]) -> bool:
 
 
 class DistinctMatcher(Around):
-    """A position in the inner grammar, and in the JSON of its text.
+    """A position in the inner grammar, and in the JSON of its text."""
 
-    Args:
-        inner: A matcher of it at this position.
-        places: Where the text stood after each token, the start first.
-        lengths: Bytes after each token.
-    """
-
-    def __init__(
-        self,
-        compiled: DistinctGrammar,
-        inner: Matcher,
-        text: bytearray,
-        places: list[Place],
-        lengths: list[int],
-    ) -> None:
+    def __init__(self, compiled: DistinctGrammar, inner: Matcher) -> None:
         super().__init__(inner)
         self._compiled, self._reader = compiled, compiled.reader
-        self._text, self._places, self._lengths = text, places, lengths
+        # After each token, the start first: where the text stood, and its bytes.
+        self._text, self._places, self._lengths = bytearray(), [_START], [0]
 
     def accept(self, token_id: int) -> bool:
         if not self.inner.accept(token_id):
@@ -199,13 +187,10 @@ class DistinctMatcher(Around):
             del self._text[self._lengths[-1] :]
 
     def fork(self) -> Matcher:
-        return DistinctMatcher(
-            self._compiled,
-            self.inner.fork(),
-            self._text.copy(),
-            self._places.copy(),
-            self._lengths.copy(),
-        )
+        twin = DistinctMatcher(self._compiled, self.inner.fork())
+        twin._text, twin._places = self._text.copy(), self._places.copy()
+        twin._lengths = self._lengths.copy()
+        return twin
 
     def _after(self, token: int) -> Place | None:
         """The place after one more token, whose bytes are appended; None if it repeats an item or

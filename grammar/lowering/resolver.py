@@ -35,6 +35,7 @@ from overlap_spec.grammar.lowering.shapes import (
     path_of,
 )
 from overlap_spec.grammar.schemas.source import loads
+from overlap_spec.grammar.spec import Grammar
 
 _MOST_SHAPES = 512
 _MOST_MEETS = 100_000
@@ -49,15 +50,13 @@ class OpenError(GrammarError):
 class Resolver(Document):
     """Reads one schema document.
 
-    Args:
+    Attributes:
         closes_objects: Whether :meth:`written` leaves out members that no keyword names.
     """
 
-    def __init__(
-        self, root: Any, best_effort: bool, formats: bool = True, closes_objects: bool = False
-    ) -> None:
-        self.best_effort, self.formats = best_effort, formats
-        self.closes_objects = closes_objects
+    def __init__(self, root: Any, grammar: Grammar) -> None:
+        self.best_effort, self.formats = grammar.best_effort, grammar.formats == "assertion"
+        self.closes_objects = grammar.additional_properties == "closed"
         self.references = References(root)
         self._scope = self.references.start
         self.contains_evaluates = self._scope.resource.draft > 2019

@@ -58,12 +58,7 @@ class SchemaLowering:
         self.root, self.rules, self.layout = root, rules, Layout(rules, grammar.whitespace)
         self.orders = Orders(self.layout) if grammar.key_order == "any" else None
         self.best_effort, self.apart, self.looks = grammar.best_effort, grammar.apart, False
-        self.resolver = Resolver(
-            root,
-            grammar.best_effort,
-            grammar.formats == "assertion",
-            grammar.additional_properties == "closed",
-        )
+        self.resolver = Resolver(root, grammar)
         self.values = Values(self.resolver)
         self._known: dict[tuple[Expr, int, Once], Node | None] = {}
         self._recursive: set[tuple[Expr, int, Once]] = set()
