@@ -122,10 +122,6 @@ def _is_pattern(text: Any) -> bool:
     return not isinstance(text, str) or re.compile(explicit(text, "ecma")) is not None
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -158,7 +154,7 @@ def _compiles(value: Any) -> bool:
 
 
 _VALUES: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("$comment", "description", "format", "title"), _is_text),
+    **dict.fromkeys(("$comment", "description", "format", "title"), lambda v: isinstance(v, str)),
     **dict.fromkeys(
         ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), _is_number
     ),
