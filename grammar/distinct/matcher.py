@@ -38,7 +38,7 @@ from overlap_spec.grammar.distinct.text import (
     watched,
 )
 from overlap_spec.grammar.matching.around import Around
-from overlap_spec.grammar.rows import BITS, allowed, row_of, tokens_of, which_allowed
+from overlap_spec.grammar.rows import BITS, allowed, packed, tokens_of, which_allowed
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 _PUNCTUATION = frozenset(b",]}")
@@ -91,33 +91,28 @@ class TokenSets:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        outside: list[int] = []
-        inside: list[int] = []
-        fresh: list[int] = []
-        keyed: list[int] = []
-        quoted: list[int] = []
-        escaped: list[int] = []
+        flags = np.zeros((6, vocabulary.words * 32), np.bool_)
+        outside, inside, fresh, keyed, quoted, escaped = flags
         found = sorted((text, token) for token, text in enumerate(vocabulary.text) if text)
         self.words = [text for text, _ in found]
         self.ids = [token for _, token in found]
         for text, token in found:
             if _has(text, _PUNCTUATION | BLANK):
-                outside.append(token)
+                outside[token] = True
                 if b'"' in text and _has(text[text.index(b'"') :], _PUNCTUATION | BLANK):
-                    inside.append(token)
+                    inside[token] = True
             opened = min((text.index(mark) for mark in b"[{" if mark in text), default=None)
             if opened is not None and b"," in text[opened:]:
-                fresh.append(token)
+                fresh[token] = True
             if b'"' in text:
-                quoted.append(token)
+                quoted[token] = True
                 if b"\\" in text:
-                    escaped.append(token)
+                    escaped[token] = True
                 behind = text if text[0] in BLANK else text.partition(b",")[2]
                 if behind.count(b'"') > 1:
-                    keyed.append(token)
+                    keyed[token] = True
         self.outside, self.inside, self.fresh, self.keyed, self.quoted, self.escaped = (
-            row_of(tokens, vocabulary.words)
-            for tokens in (outside, inside, fresh, keyed, quoted, escaped)
+            packed(each, vocabulary.words) for each in flags
         )
 
     def beginning(self, text: bytes) -> Iterator[int]:
