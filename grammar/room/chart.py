@@ -16,6 +16,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.ir.reach import ENDLESS
-from overlap_spec.grammar.room.bodies import Bodies, Body
+from overlap_spec.grammar.room.bodies import Body, body_of
 from overlap_spec.grammar.room.graph import RuleGraph
 from overlap_spec.grammar.room.rules import Ints, RoomRules
 from overlap_spec.grammar.room.trie import Repeats, TokenTrie
@@ -167,7 +168,7 @@ class Chart:
     def __init__(self, rules: RoomRules, trie: TokenTrie) -> None:
         self.trie, self.lock = trie, threading.RLock()
         self._graph = RuleGraph(rules)
-        self._bodies = Bodies(self._graph)
+        self._body_of = cache(partial(body_of, self._graph))
         self._rests: list[int] = rules.rests.tolist()
         self._nullable = [bool(flag) for flag in rules.nullable.tolist()]
         self._rules_bytes = 8 * sum(part.nbytes for part in rules)
@@ -237,7 +238,7 @@ class Chart:
         """Look at the bodies of repetitions, for masks to come."""
         for rule in range(min(len(self._graph.starts), PREPARED_RULES)):
             with self.lock:
-                body = self._bodies.of(rule)
+                body = self._body_of(rule)
             if body is not None:
                 self.trie.repeats(body.moves)
 
@@ -253,7 +254,7 @@ class Chart:
         if not here.is_led:
             here.is_led = True
             for rule, waiting in here.waiting.items():
-                body = self._bodies.of(rule) if len(waiting) == 1 else None
+                body = self._body_of(rule) if len(waiting) == 1 else None
                 if body is not None and _is_alone(here, rule, body, self._graph.rule_of):
                     after = self._named(set(waiting))
                     if after is not None:
