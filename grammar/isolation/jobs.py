@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import struct
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,8 +35,9 @@ OUT_OF_MEMORY = (
     "cannot allocate memory",
     "resource temporarily unavailable",
 )
-# A compiled grammar's plan, its data (without, it is rebuilt where it is wanted), and its reach.
-Compiled = tuple[bytes, bytes | None, Reach | None]
+# Before a compiled grammar's plan and its data: how long the plan is, whether there is data
+# (without, the grammar is rebuilt where it is wanted), and its reach, -1 where it has none.
+FORM = struct.Struct("<I?iiiH")
 encode = msgspec.msgpack.encode
 
 
@@ -99,16 +101,23 @@ class Compile(GrammarJob):
         if len(compiled.plan) > PLAN_BYTES:
             reason = "uniqueItems or minProperties stands in too many places"
             raise GrammarError(reason, self.grammar.kind)
-        return encode((compiled.plan, compiled.serialize(), compiled.reach))
+        plan, data = compiled.plan, compiled.serialize()
+        *told, begins = compiled.reach or (-1, -1, -1, b"")
+        head = FORM.pack(len(plan), data is not None, *told, len(begins))
+        return b"".join((head, plan, begins, data or b""))
 
     def read(self, backend: Backend | None, answer: bytes) -> CompiledGrammar:
         assert backend is not None
-        plan, data, told = msgspec.msgpack.decode(answer, type=Compiled)
-        if data is None:
-            compiled = backend.rebuild(self.grammar)
+        size, has_data, least, fixed, each, begin_bytes = FORM.unpack_from(answer)
+        plan_end = FORM.size + size
+        end = plan_end + begin_bytes
+        if has_data:
+            compiled = backend.deserialize(self.grammar, answer[end:])
         else:
-            compiled = backend.deserialize(self.grammar, data)
-        compiled.plan, compiled.reach = plan, told
+            compiled = backend.rebuild(self.grammar)
+        compiled.plan = answer[FORM.size : plan_end]
+        told = Reach(least, fixed, each, answer[plan_end:end])
+        compiled.reach = told if least >= 0 else None
         return compiled
 
 
