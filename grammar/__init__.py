@@ -23,11 +23,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overlap_spec.grammar.compile import GrammarCompiler
-    from overlap_spec.grammar.contract import Backend, CompiledGrammar, Matcher
-    from overlap_spec.grammar.matching.pool import AcceptItem, FillItem, MatcherPool
-    from overlap_spec.grammar.spec import Grammar
-    from overlap_spec.grammar.vocabulary import Vocabulary
+    from overlap_spec.grammar.compile import GrammarCompiler as GrammarCompiler
+    from overlap_spec.grammar.contract import Backend as Backend
+    from overlap_spec.grammar.contract import CompiledGrammar as CompiledGrammar
+    from overlap_spec.grammar.contract import Matcher as Matcher
+    from overlap_spec.grammar.matching.pool import AcceptItem as AcceptItem
+    from overlap_spec.grammar.matching.pool import FillItem as FillItem
+    from overlap_spec.grammar.matching.pool import MatcherPool as MatcherPool
+    from overlap_spec.grammar.spec import Grammar as Grammar
+    from overlap_spec.grammar.vocabulary import Vocabulary as Vocabulary
 
 _HOME = {
     "AcceptItem": "matching.pool",
@@ -41,17 +45,7 @@ _HOME = {
     "Vocabulary": "vocabulary",
 }
 
-__all__ = [
-    "AcceptItem",
-    "Backend",
-    "CompiledGrammar",
-    "FillItem",
-    "Grammar",
-    "GrammarCompiler",
-    "Matcher",
-    "MatcherPool",
-    "Vocabulary",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,13 @@ from overlap_spec.grammar.isolation.jobs import (
     thinking_of,
 )
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
-from overlap_spec.grammar.isolation.pool import InProcess, Pool, make_pool
+from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.reasoning import matcher as reasoning_matcher
 from overlap_spec.grammar.room.room import Room
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.memory import MemoryCeiling, trim
 
-Key = tuple[Grammar, str, str]
 Waiter = Future[CompiledGrammar]
 
 # How long failures are cached, in seconds: a refusal will not change, but a compile that was too
@@ -60,9 +60,9 @@ ROOMS = 64
 class _PendingCompile:
     """A running compile and the futures that wait for it."""
 
-    key: Key
-    start_ns: int
-    waiters: list[Waiter] = field(default_factory=list)
+    grammar: Grammar
+    waiters: list[Waiter]
+    start_ns: int = field(default_factory=time.perf_counter_ns)
     inner: Future[CompiledGrammar] | None = None
     states: Future[StateTable] | None = None
 
@@ -85,46 +85,45 @@ class Cache:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.used_bytes = most_bytes, 0
         self.counts = Counter[str]()
-        self._done: OrderedDict[Key, CompiledGrammar] = OrderedDict()
-        self._failed: OrderedDict[Key, tuple[float, GrammarError]] = OrderedDict()
+        self._done: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._failed: OrderedDict[Grammar, tuple[float, GrammarError]] = OrderedDict()
         self._counted_s = 0.0
 
     def __len__(self) -> int:
         return len(self._done)
 
-    def find(self, key: Key) -> CompiledGrammar | GrammarError | None:
+    def find(self, grammar: Grammar) -> CompiledGrammar | GrammarError | None:
         """What is known of a grammar."""
-        if key in self._done:
+        if grammar in self._done:
             self.counts["hits"] += 1
-            self._done.move_to_end(key)
-            found = self._done[key]
+            self._done.move_to_end(grammar)
+            found = self._done[grammar]
             if time.monotonic() >= self._counted_s + COUNT_EVERY_S:
                 self._recount()
             return found
-        until_s, error = self._failed.get(key, (0.0, None))
+        until_s, error = self._failed.get(grammar, (0.0, None))
         if error is None:
             return None
         if time.monotonic() >= until_s:
-            del self._failed[key]
+            del self._failed[grammar]
             return None
         self.counts["remembered"] += 1
         return copy.copy(error)
 
-    def keep(self, key: Key, compiled: CompiledGrammar) -> None:
+    def keep(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
         """Keep a grammar, if it fits."""
-        if _size(compiled) <= self.most_bytes and key not in self._done:
-            self._done[key] = compiled
+        if _size(compiled) <= self.most_bytes and grammar not in self._done:
+            self._done[grammar] = compiled
             self._recount()
 
-    def keep_failure(self, key: Key, error: GrammarError, kept_s: float) -> None:
+    def keep_failure(self, grammar: Grammar, error: GrammarError, kept_s: float) -> None:
         """Keep for some seconds why a grammar failed."""
-        self._failed[key] = (time.monotonic() + kept_s, copy.copy(error))
+        self._failed[grammar] = (time.monotonic() + kept_s, copy.copy(error))
         while len(self._failed) > FAILURES:
             self._failed.popitem(last=False)
 
     def make_way(self, ceiling: MemoryCeiling | None) -> bool:
-        """Whether the process is under its ceiling; evicts half of the grammars at a time until it
-        is."""
+        """Whether the process is under its ceiling, if need be with half of the grammars gone."""
         while ceiling is not None and ceiling.is_reached():
             if not self._done:
                 return False
@@ -149,36 +148,6 @@ class Cache:
         _, oldest = self._done.popitem(last=False)
         self.used_bytes -= _size(oldest)
         self.counts["evicted"] += 1
-
-
-class Rooms:
-    """What is known of the rests of grammars.
-
-    Args:
-        pool: Makes the rules that tell of them.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, pool: Pool | InProcess) -> None:
-        self._vocabulary, self._pool, self._lock = vocabulary, pool, threading.Lock()
-        # Of grammars that are not in the cache themselves: those after thinking.
-        self._behind: OrderedDict[Grammar, Room | None] = OrderedDict()
-
-    def of(self, grammar: Grammar, reach: Reach | None, apart: bool) -> Room | None:
-        """Of a grammar of a known reach, whose items or keys must differ or need not."""
-        if reach is None:
-            return None
-        return Room(reach, self._vocabulary, apart, lambda: self._pool.submit(MakeRoom(grammar)))
-
-    def behind(self, grammar: Grammar, inner: Room | None) -> Room | None:
-        """Of a grammar after thinking, by that of the inner one; kept for the next one."""
-        if inner is None:
-            return None
-
-        def make() -> Room | None:
-            return self.of(grammar, inner.reach.behind(thinking_of(grammar)), inner.apart)
-
-        with self._lock:
-            return newest(self._behind, grammar, make, ROOMS)
 
 
 class GrammarCompiler:
@@ -221,12 +190,13 @@ class GrammarCompiler:
         self.ceiling = ceiling
         self.makes_states = False
         self._lock, self._cache = threading.RLock(), Cache(cache_bytes)
-        self._pending: dict[Key, _PendingCompile] = {}
+        self._pending: dict[Grammar, _PendingCompile] = {}
         # Beside the cache's own.
         self._counts, self._failures = Counter[str](), Counter[str]()
         self._compile_ms = deque[float](maxlen=TIMINGS)
         self._executor = make_pool(backend, limits or CompileLimits(), isolated)
-        self._rooms = Rooms(backend.vocabulary, self._executor)
+        # Of grammars that are not in the cache themselves: those after thinking.
+        self._rooms: OrderedDict[Grammar, Room] = OrderedDict()
         self._finalizer = weakref.finalize(self, self._executor.stop)
 
     @classmethod
@@ -236,7 +206,6 @@ class GrammarCompiler:
         """A compiler for a vocabulary (`Vocabulary.of(tokenizer)`).
 
         Args:
-            vocabulary: Of the matchers.
             backend: A backend's name, as `--grammar-backend` takes it.
             settings: As the class takes them, but `backend`.
 
@@ -248,9 +217,6 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar, most_tokens: int | None = None) -> CompiledGrammar:
         """The compiled grammar, from the cache if it is there; blocks until it is ready.
-
-        Args:
-            most_tokens: As for `submit`.
 
         Raises:
             CompileFailure: a limit was exceeded, the process crashed, or the queue is full.
@@ -285,15 +251,14 @@ class GrammarCompiler:
 
     def _compiled(self, grammar: Grammar, holder: str) -> Future[CompiledGrammar]:
         waiter = Waiter()
-        key = (grammar, self.backend.vocabulary.fingerprint, self.backend.name)
         with self._lock:
-            known = self._cache.find(key)
+            known = self._cache.find(grammar)
             has_memory = self._cache.make_way(self.ceiling)
-            if not has_memory and known is None and key not in self._pending:
+            if not has_memory and known is None and grammar not in self._pending:
                 self._failures["no_memory"] += 1
                 known = _refusal(grammar, self.ceiling)
             if known is None:
-                self._board(key, waiter, holder)
+                self._board(grammar, waiter, holder)
         if isinstance(known, CompiledGrammar):
             waiter.set_result(known)
         elif known is not None:
@@ -317,8 +282,7 @@ class GrammarCompiler:
         self._executor.warm()
 
     def close(self) -> None:
-        """End threads and processes, unless other compilers share them; unfinished and later
-        compiles fail."""
+        """End threads and processes; unfinished and later compiles fail."""
         self._finalizer.detach()
         self._executor.close()
         with self._lock:
@@ -366,20 +330,30 @@ class GrammarCompiler:
 
         def wrap(inner: CompiledGrammar, waiter: Waiter) -> None:
             compiled = reasoning_matcher.wrap(inner, grammar)
-            compiled.room = self._rooms.behind(grammar, inner.room)
+            room = inner.room
+            if room is not None:
+                told, apart = room.reach.behind(thinking_of(grammar)), room.apart
+                with self._lock:
+                    compiled.room = newest(
+                        self._rooms, grammar, lambda: self._room(grammar, told, apart), ROOMS
+                    )
             waiter.set_result(compiled)
 
         return _then(self.submit(after, holder), wrap)
 
-    def _board(self, key: Key, waiter: Waiter, holder: str) -> None:
-        pending = self._pending.get(key)
+    def _room(self, grammar: Grammar, reach: Reach, apart: bool) -> Room:
+        make = partial(self._executor.submit, MakeRoom(grammar))
+        return Room(reach, self.backend.vocabulary, apart, make)
+
+    def _board(self, grammar: Grammar, waiter: Waiter, holder: str) -> None:
+        pending = self._pending.get(grammar)
         if pending is not None:
             self._counts["joined"] += 1
             pending.waiters.append(waiter)
         else:
             self._counts["compiles"] += 1
-            pending = self._pending[key] = _PendingCompile(key, time.perf_counter_ns(), [waiter])
-            apart = as_compiled(key[0])
+            pending = self._pending[grammar] = _PendingCompile(grammar, [waiter])
+            apart = as_compiled(grammar)
             inner = pending.inner = self._executor.submit(Compile(apart), holder)
             if self.makes_states:
                 pending.states = self._executor.submit(MakeStates(apart), holder)
@@ -392,9 +366,9 @@ class GrammarCompiler:
         with self._lock:
             if waiter in pending.waiters:
                 pending.waiters.remove(waiter)
-            if pending.waiters or self._pending.get(pending.key) is not pending:
+            if pending.waiters or self._pending.get(pending.grammar) is not pending:
                 return
-            del self._pending[pending.key]
+            del self._pending[pending.grammar]
             self._counts["cancelled"] += 1
         pending.cancel()
 
@@ -416,7 +390,8 @@ class GrammarCompiler:
                 if states is not None and not states.cancelled() and states.exception() is None:
                     # Else it has none, and is as good without.
                     compiled.states = states.result()
-                compiled.room = self._rooms.of(as_compiled(pending.key[0]), reach, is_apart)
+                if reach is not None:
+                    compiled.room = self._room(as_compiled(pending.grammar), reach, is_apart)
             except GrammarError as refusal:
                 error = refusal
             except Exception as fault:
@@ -424,8 +399,8 @@ class GrammarCompiler:
                 said = f"{type(fault).__name__}: {fault}"
                 error = CompileFailure(f"what was compiled cannot be read: {said}", "crash")
         with self._lock:
-            if self._pending.get(pending.key) is pending:
-                del self._pending[pending.key]
+            if self._pending.get(pending.grammar) is pending:
+                del self._pending[pending.grammar]
             waiters, pending.waiters = pending.waiters, []
             # They hold this pending compile, and it them: the grammar is to go when its last user
             # goes, not when cycles are looked for.
@@ -435,10 +410,10 @@ class GrammarCompiler:
                 self._failures[kind if isinstance(error, GrammarError) else "crash"] += 1
                 if isinstance(error, GrammarError) and kind not in PASSING:
                     kept_s = REFUSED_S if kind == "refused" else FAILED_S
-                    self._cache.keep_failure(pending.key, error, kept_s)
+                    self._cache.keep_failure(pending.grammar, error, kept_s)
             else:
                 self._compile_ms.append((time.perf_counter_ns() - pending.start_ns) / 1e6)
-                self._cache.keep(pending.key, compiled)
+                self._cache.keep(pending.grammar, compiled)
         # Outside the lock: callbacks of the waiters run now.
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
@@ -466,8 +441,7 @@ def _size(compiled: CompiledGrammar) -> int:
 
 
 def _with_rests(compiled: Future[CompiledGrammar], most_tokens: int) -> Future[CompiledGrammar]:
-    """A compiled grammar whose rests are told, or cannot be, where there are few tokens for a
-    text."""
+    """A compiled grammar whose rests are told, or cannot be, where tokens are few."""
 
     def wait(compiled: CompiledGrammar, waiter: Waiter) -> None:
         room = compiled.room

@@ -17,7 +17,6 @@ def packed(flags: npt.NDArray[np.bool_], words: int) -> Row:
 
     Args:
         flags: bool `(n,)`, at most as many as the row has bits; the other bits are 0.
-        words: Of the row.
     """
     bits = np.zeros(words * 4, np.uint8)
     packed = np.packbits(flags, bitorder="little")
@@ -52,6 +51,4 @@ def which_allowed(row: Row, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.boo
 
 def allowed(row: Row, token: int) -> bool:
     """Whether a row allows a token; tokens outside the row are not allowed."""
-    if not 0 <= token < len(row) * 32:
-        return False
-    return bool((int(row[token >> 5]) >> (token & 31)) & 1)
+    return 0 <= token < len(row) * 32 and bool((int(row[token >> 5]) >> (token & 31)) & 1)

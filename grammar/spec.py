@@ -15,12 +15,7 @@ from overlap_spec.grammar.reasoning.reply import answer_of
 from overlap_spec.grammar.schemas.functions import arguments_type, is_function
 from overlap_spec.grammar.schemas.metaschema import check_schema
 from overlap_spec.grammar.schemas.outputs import pattern_text, schema_of, texts_of, value_of
-from overlap_spec.grammar.schemas.source import (
-    canonical,
-    check_text,
-    json_path,
-    read_json,
-)
+from overlap_spec.grammar.schemas.source import canonical, check_text, json_path, read_json
 from overlap_spec.grammar.schemas.unheld import warnings_of
 from overlap_spec.grammar.tools.definitions import read_tools
 from overlap_spec.grammar.tools.stream import ToolReply, parse_reply
@@ -401,8 +396,7 @@ class Grammar:
         return TypeAdapter(self.output).validate_json(text)
 
     def _packed(self, around: str) -> list[Any]:
-        """What the source of a grammar ``around`` has of this one: a choice can be weighed where it
-        is the whole output alone."""
+        """What the source of a grammar ``around`` has of this one; a weighed choice is no part."""
         for name in ("probabilities", "faithful"):
             if getattr(self, name):
                 raise GrammarError(

@@ -14,13 +14,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from overlap_spec.grammar.automata.charset import ALL, Ranges, negate, union
-from overlap_spec.grammar.automata.regex_ast import (
-    Alternation,
-    CharClass,
-    Concat,
-    Node,
-    Repetition,
-)
+from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Concat, Node, Repetition
 
 Move = tuple[int, int, int]
 S = TypeVar("S", bound=Hashable)
@@ -37,7 +31,6 @@ class Dfa:
 
     Args:
         moves: For each state its moves `(first, last, target)`, ascending and disjoint.
-        final: For each state, whether it accepts.
     """
 
     moves: tuple[tuple[Move, ...], ...]
@@ -107,13 +100,18 @@ class Nfa:
 
     def closure(self, states: Iterable[int]) -> frozenset[int]:
         """States, and all that they reach without a character."""
-        pending, seen = list(states), set[int]()
-        while pending:
-            state = pending.pop()
-            if state not in seen:
-                seen.add(state)
-                pending += self.free[state]
-        return frozenset(seen)
+        return frozenset(reached(states, self.free.__getitem__))
+
+
+def reached(starts: Iterable[S], leads: Callable[[S], Iterable[S]]) -> set[S]:
+    """Nodes of a graph, and all that they lead to."""
+    pending, seen = list(starts), set[S]()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += leads(node)
+    return seen
 
 
 def uncircled(leads: Mapping[S, Iterable[S]]) -> Iterator[S]:
@@ -166,9 +164,7 @@ def _cut(moves: list[Move]) -> list[tuple[int, int, frozenset[int]]]:
 
 
 def _explore(
-    start: S,
-    moves_of: Callable[[S], list[tuple[int, int, S]]],
-    is_final: Callable[[S], bool],
+    start: S, moves_of: Callable[[S], list[tuple[int, int, S]]], is_final: Callable[[S], bool]
 ) -> Dfa:
     numbers = {start: 0}
     table: list[tuple[Move, ...]] = []
@@ -241,14 +237,8 @@ def _alive(dfa: Dfa) -> set[int]:
     for state, moves in enumerate(dfa.moves):
         for _, _, to in moves:
             back.setdefault(to, []).append(state)
-    pending = [state for state, last in enumerate(dfa.final) if last]
-    alive = set[int]()
-    while pending:
-        state = pending.pop()
-        if state not in alive:
-            alive.add(state)
-            pending += back.get(state, [])
-    return alive
+    final = (state for state, last in enumerate(dfa.final) if last)
+    return reached(final, lambda state: back.get(state, ()))
 
 
 def _row(dfa: Dfa, state: int, group: list[int], alive: set[int]) -> tuple[Move, ...]:

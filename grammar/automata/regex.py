@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata import charset
 from overlap_spec.grammar.automata.charset import Ranges
-from overlap_spec.grammar.automata.dfa import (
-    EMPTY_TEXT,
-    EVERY,
-    Dfa,
-    any_of,
-    before,
-    both,
-    neither,
-)
+from overlap_spec.grammar.automata.dfa import EMPTY_TEXT, EVERY, Dfa, any_of, before, both, neither
 from overlap_spec.grammar.automata.dialect import Dialect, explicit
 from overlap_spec.grammar.automata.escape import Escape, plain
 from overlap_spec.grammar.automata.regex_ast import (
@@ -47,7 +39,7 @@ _REFUSED = {
     "POSSESSIVE_REPEAT": "a possessive repeat",
 }
 _LOOKS = ("ASSERT", "ASSERT_NOT")
-
+T = TypeVar("T")
 
 # Longer patterns are not kept, in characters.
 SHORT_PATTERN = 512
@@ -55,11 +47,14 @@ SHORT_PATTERN = 512
 MOST_CHECKED = 8192
 
 
+def _kept_if_short(make: Callable[[str, Dialect], T]) -> Callable[[str, Dialect], T]:
+    # What is parsed takes some fifty times its source's bytes: the cache stays under 30 MB.
+    kept = lru_cache(1024)(make)
+    return lambda source, dialect: (kept if len(source) <= SHORT_PATTERN else make)(source, dialect)
+
+
+@_kept_if_short
 def _parse(source: str, dialect: Dialect) -> Any:
-    return (_parse_short if len(source) <= SHORT_PATTERN else _parse_any)(source, dialect)
-
-
-def _parse_any(source: str, dialect: Dialect) -> Any:
     text = explicit(source, dialect)
     try:
         return _parser.parse(text)
@@ -68,17 +63,10 @@ def _parse_any(source: str, dialect: Dialect) -> Any:
         raise error if text == source else re.error(error.msg) from None
 
 
-# A parsed pattern takes some fifty times its source's bytes: the cache stays under 30 MB.
-_parse_short = lru_cache(1024)(_parse_any)
-
-
 class Pattern:
     """A parsed regular expression.
 
     Args:
-        source: The pattern.
-        param: The request's field that holds it, for errors.
-        dialect: How it is read.
         most: No more than so many turns of a repeat that may have more; texts are lost.
 
     Raises:
@@ -211,7 +199,7 @@ class Pattern:
         return total
 
     def _turns(self, low: Any, high: Any) -> int | None:
-        found = _bound(high)
+        found = None if high >= 2**31 else int(high)
         if self.most is None:
             return found
         return max(int(low), self.most if found is None else min(found, self.most))
@@ -306,20 +294,10 @@ def _absorbed(parts: list[Node]) -> list[Node]:
     return left
 
 
+@_kept_if_short
 def _compiled(source: str, dialect: Dialect) -> re.Pattern[str]:
-    return (_compiled_short if len(source) <= SHORT_PATTERN else _compiled_any)(source, dialect)
-
-
-def _compiled_any(source: str, dialect: Dialect) -> re.Pattern[str]:
     # ASCII: ECMA-262's word boundaries.
     return re.compile(explicit(source, dialect), re.ASCII)
-
-
-_compiled_short = lru_cache(1024)(_compiled_any)
-
-
-def _bound(high: Any) -> int | None:
-    return None if high >= 2**31 else int(high)
 
 
 def _is_start(item: Any) -> bool:
@@ -332,23 +310,16 @@ def _is_end(item: Any) -> bool:
 
 def _holds_look(item: Any) -> bool:
     """Whether an item contains a look-around."""
-    if str(item[0]) in _LOOKS:
-        return True
-    if isinstance(item[1], tuple | list | _parser.SubPattern):
-        return _any_look(item[1])
-    return False
+    return str(item[0]) in _LOOKS or any(map(_holds_look, _items_in(item[1])))
 
 
-def _any_look(argument: Any) -> bool:
-    for inner in argument:
-        if isinstance(inner, _parser.SubPattern):
-            if any(map(_holds_look, inner)):
-                return True
-        elif isinstance(inner, list) and any(
-            isinstance(part, _parser.SubPattern) and any(map(_holds_look, part)) for part in inner
-        ):
-            return True
-    return False
+def _items_in(argument: Any) -> Iterator[Any]:
+    """The items in an item's argument."""
+    if isinstance(argument, _parser.SubPattern):
+        yield from argument
+    elif isinstance(argument, tuple | list):
+        for part in argument:
+            yield from _items_in(part)
 
 
 def _alternatives(items: list[Any]) -> list[list[Any]]:

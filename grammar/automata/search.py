@@ -30,7 +30,6 @@ class Search:
 
     Args:
         source: Read as the constraint `regex` is; anchors stand for the ends of the text so far.
-        param: The request's field that holds it, for errors.
 
     Raises:
         GrammarError: it does not parse, is not supported, is too large, or matches an empty text.

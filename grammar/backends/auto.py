@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 
 from overlap_spec.errors import ConfigError, GrammarError
@@ -44,7 +43,9 @@ class AutoBackend(Backend):
                 continue
             reason = "; ".join([*(f"{other} refused" for other in refusals), found.reason])
             return _Routed(compiled, reason)
-        raise _all_refused(grammar, refusals)
+        reasons = "; ".join(f"{name}: {error}" for name, error in refusals.items())
+        kind = grammar.kind
+        raise GrammarError(f"no backend accepts this {kind} grammar: {reasons}", kind)
 
     def deserialize(self, grammar: Grammar, data: bytes) -> CompiledGrammar:
         head, _, body = data.partition(b"\n")
@@ -86,11 +87,6 @@ class _Routed(CompiledGrammar):
     def serialize(self) -> bytes | None:
         data = self._compiled.serialize()
         return None if data is None else f"{self.backend} {self.reason}\n".encode() + data
-
-
-def _all_refused(grammar: Grammar, refusals: Mapping[str, Exception]) -> GrammarError:
-    reasons = "; ".join(f"{name}: {error}" for name, error in refusals.items())
-    return GrammarError(f"no backend accepts this {grammar.kind} grammar: {reasons}", grammar.kind)
 
 
 BACKEND = AutoBackend

@@ -320,8 +320,7 @@ class _LLGuidanceMatcher(Matcher):
             self._restart()
 
     def _mask(self, library: LLMatcher, row: Row) -> bool:
-        """Write the mask of a state; False if the library is now in an error state, as it is if no
-        token of the vocabulary is legal."""
+        """Write a state's mask; False if the library has an error now: no token is legal."""
         library.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if library.is_error():
             if not _reason(library).startswith("NoExtension"):

@@ -20,7 +20,6 @@ from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.contract import Backend, CompiledGrammar, Links, Matcher, Row
 from overlap_spec.grammar.dialects.gbnf import to_gbnf
 from overlap_spec.grammar.ir.epsilon import EpsilonFree
-from overlap_spec.grammar.ir.reach import Reach
 from overlap_spec.grammar.isolation.import_stubs import awaiting, doing_without
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.matching import walk
@@ -107,7 +106,7 @@ class _Compiled(CompiledGrammar):
     def __init__(
         self, compiled: xgr.CompiledGrammar, vocabulary: Vocabulary, again: str | None
     ) -> None:
-        self._compiled, self._again, self._vocabulary = compiled, again, vocabulary
+        self._compiled, self._again, self.vocabulary = compiled, again, vocabulary
         self._memory_bytes = int(compiled.memory_size_bytes)
 
     @property
@@ -115,8 +114,7 @@ class _Compiled(CompiledGrammar):
         return self._memory_bytes
 
     def matcher(self) -> Matcher:
-        library = xgr.GrammarMatcher(self._compiled)
-        return _XGrammarMatcher(library, self._vocabulary, [], self.reach)
+        return _XGrammarMatcher(self, xgr.GrammarMatcher(self._compiled))
 
     def serialize(self) -> bytes:
         if self._again is not None:
@@ -126,17 +124,10 @@ class _Compiled(CompiledGrammar):
 
 
 class _XGrammarMatcher(Matcher):
-    def __init__(
-        self,
-        library: xgr.GrammarMatcher,
-        vocabulary: Vocabulary,
-        history: list[int],
-        reach: Reach | None,
-    ) -> None:
-        self._library = library
-        self.vocabulary = vocabulary
-        self._history, self._size = history, 0
-        self._reach = reach
+    def __init__(self, compiled: _Compiled, library: xgr.GrammarMatcher) -> None:
+        self._compiled, self._library, self.vocabulary = compiled, library, compiled.vocabulary
+        self._history: list[int] = []
+        self._size = 0
 
     def accept(self, token_id: int) -> bool:
         # The library rejects these too, but prints a warning for each.
@@ -185,7 +176,7 @@ class _XGrammarMatcher(Matcher):
     def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
         if self.is_terminated:
             return b""
-        size, reach = self._size + self._bytes_of(path), self._reach
+        size, reach = self._size + self._bytes_of(path), self._compiled.reach
         if reach is None or reach.longest(size) > MOST_FORCED:
             return walk.forced_bytes(self, path)
         accepted = 0
@@ -215,9 +206,8 @@ class _XGrammarMatcher(Matcher):
         return len(self._history)
 
     def fork(self) -> Matcher:
-        history = self._history.copy()
-        copy = _XGrammarMatcher(self._library.fork(), self.vocabulary, history, self._reach)
-        copy._size = self._size
+        copy = _XGrammarMatcher(self._compiled, self._library.fork())
+        copy._history, copy._size = self._history.copy(), self._size
         return copy
 
     def _bytes_of(self, tokens: Sequence[int]) -> int:

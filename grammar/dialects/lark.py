@@ -28,7 +28,6 @@ class Lark:
     """A grammar in llguidance's dialect of Lark.
 
     Attributes:
-        text: The grammar.
         depth: How many names and groups stand inside one another, at most.
         by_characters: Whether its lexemes are single characters; a mask then costs milliseconds.
     """

@@ -15,7 +15,6 @@ def to_regex(node: Node, rule: Callable[[str], str]) -> str:
 
     Args:
         node: Its classes must not be empty.
-        rule: Gives the regular expression of a rule, by name.
     """
     if isinstance(node, CharClass):
         return _class(node.members)

@@ -38,7 +38,7 @@ from overlap_spec.grammar.distinct.text import (
     watched,
 )
 from overlap_spec.grammar.matching.around import Around
-from overlap_spec.grammar.rows import BITS, allowed, row_of, tokens_of, which_allowed
+from overlap_spec.grammar.rows import BITS, allowed, packed, tokens_of, which_allowed
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 _PUNCTUATION = frozenset(b",]}")
@@ -47,10 +47,6 @@ _START = Place()
 
 def wrap(compiled: CompiledGrammar, plan: bytes) -> CompiledGrammar:
     """Wrap what was compiled of a grammar with `apart`.
-
-    Args:
-        compiled: By any backend.
-        plan: Of the same grammar, by `lowering.to_plan`.
 
     Raises:
         GrammarError: items must differ, and the vocabulary has no token for some byte.
@@ -79,7 +75,7 @@ class DistinctGrammar(CompiledGrammar):
         return self.inner.memory_bytes + 40 * len(self._packed)
 
     def matcher(self) -> Matcher:
-        return DistinctMatcher(self, self.inner.matcher(), bytearray(), [_START], [0])
+        return DistinctMatcher(self, self.inner.matcher())
 
 
 class TokenSets:
@@ -90,40 +86,33 @@ class TokenSets:
         inside: Those that do so after a quote, for texts that stand in a string.
         fresh: Those that may open an array or object and repeat something in it.
         keyed: Those that may begin and end a key behind a comma or white space.
-        quoted: Those with a quote.
         escaped: Those with a quote and a backslash, which may spell a key in another way.
         words: The texts of all tokens, sorted.
-        ids: Their tokens.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        outside: list[int] = []
-        inside: list[int] = []
-        fresh: list[int] = []
-        keyed: list[int] = []
-        quoted: list[int] = []
-        escaped: list[int] = []
+        flags = np.zeros((6, vocabulary.words * 32), np.bool_)
+        outside, inside, fresh, keyed, quoted, escaped = flags
         found = sorted((text, token) for token, text in enumerate(vocabulary.text) if text)
         self.words = [text for text, _ in found]
         self.ids = [token for _, token in found]
         for text, token in found:
             if _has(text, _PUNCTUATION | BLANK):
-                outside.append(token)
+                outside[token] = True
                 if b'"' in text and _has(text[text.index(b'"') :], _PUNCTUATION | BLANK):
-                    inside.append(token)
+                    inside[token] = True
             opened = min((text.index(mark) for mark in b"[{" if mark in text), default=None)
             if opened is not None and b"," in text[opened:]:
-                fresh.append(token)
+                fresh[token] = True
             if b'"' in text:
-                quoted.append(token)
+                quoted[token] = True
                 if b"\\" in text:
-                    escaped.append(token)
+                    escaped[token] = True
                 behind = text if text[0] in BLANK else text.partition(b",")[2]
                 if behind.count(b'"') > 1:
-                    keyed.append(token)
+                    keyed[token] = True
         self.outside, self.inside, self.fresh, self.keyed, self.quoted, self.escaped = (
-            row_of(tokens, vocabulary.words)
-            for tokens in (outside, inside, fresh, keyed, quoted, escaped)
+            packed(each, vocabulary.words) for each in flags
         )
 
     def beginning(self, text: bytes) -> Iterator[int]:
@@ -152,27 +141,13 @@ def _has(text: bytes, marks: frozenset[int]) -> bool:
 
 
 class DistinctMatcher(Around):
-    """A position in the inner grammar, and in the JSON of its text.
+    """A position in the inner grammar, and in the JSON of its text."""
 
-    Args:
-        compiled: The grammar.
-        inner: A matcher of it at this position.
-        text: Bytes so far.
-        places: Where the text stood after each token, the start first.
-        lengths: Bytes after each token.
-    """
-
-    def __init__(
-        self,
-        compiled: DistinctGrammar,
-        inner: Matcher,
-        text: bytearray,
-        places: list[Place],
-        lengths: list[int],
-    ) -> None:
+    def __init__(self, compiled: DistinctGrammar, inner: Matcher) -> None:
         super().__init__(inner)
         self._compiled, self._reader = compiled, compiled.reader
-        self._text, self._places, self._lengths = text, places, lengths
+        # After each token, the start first: where the text stood, and its bytes.
+        self._text, self._places, self._lengths = bytearray(), [_START], [0]
 
     def accept(self, token_id: int) -> bool:
         if not self.inner.accept(token_id):
@@ -207,13 +182,10 @@ class DistinctMatcher(Around):
             del self._text[self._lengths[-1] :]
 
     def fork(self) -> Matcher:
-        return DistinctMatcher(
-            self._compiled,
-            self.inner.fork(),
-            self._text.copy(),
-            self._places.copy(),
-            self._lengths.copy(),
-        )
+        twin = DistinctMatcher(self._compiled, self.inner.fork())
+        twin._text, twin._places = self._text.copy(), self._places.copy()
+        twin._lengths = self._lengths.copy()
+        return twin
 
     def _after(self, token: int) -> Place | None:
         """The place after one more token, whose bytes are appended; None if it repeats an item or
@@ -275,7 +247,6 @@ class DistinctMatcher(Around):
         """Whether nothing but a repeated item can follow.
 
         Args:
-            place: After the text.
             ahead: Tokens at the end of the text that the inner matcher has not accepted.
         """
         frame = watched(place)
@@ -330,8 +301,8 @@ class DistinctMatcher(Around):
 
     def _legal(self, place: Place, frame: Frame, read: bytes, ahead: tuple[int, ...]) -> bytes:
         """The bytes that the inner grammar allows next inside an item."""
-        assert frame.memory is not None
-        legal, count = frame.memory.legal, len(self._reader.nodes[frame.node].items)
+        assert frame.legal is not None
+        legal, count = frame.legal, len(self._reader.nodes[frame.node].items)
         # White space, which is not in the text as read, ends a number.
         key = (min(frame.done, count), read, place.mode == WORD)
         if key not in legal or not read:

@@ -19,8 +19,8 @@ from overlap_spec.grammar.distinct.text import Node
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.intersect import member, names_of
 from overlap_spec.grammar.lowering.resolver import Resolver
-from overlap_spec.grammar.lowering.shapes import ANY, Arrays, Consts, Expr, Objects, Shape, Strings
-from overlap_spec.grammar.lowering.values import Values, is_endless
+from overlap_spec.grammar.lowering.shapes import ANY, Arrays, Consts, Expr, Objects, Shape
+from overlap_spec.grammar.lowering.values import Values
 from overlap_spec.grammar.schemas.source import json_path, key_of, loads
 
 _MOST_NODES = 2000
@@ -31,7 +31,6 @@ class DistinctPlan:
     """Makes the nodes of a document.
 
     Args:
-        resolver: Reads the document.
         free: The values that the free keys of an object may have.
         in_rules: Whether an array's rules keep its items apart.
         keys_count: Whether equal keys would make an object's count wrong.
@@ -111,14 +110,9 @@ class DistinctPlan:
             node.endless = b"".join(
                 first
                 for kind, first in _FIRST_BYTES.items()
-                if all(self._is_endless(shape) for shape in found if shape.kind == kind)
+                if all(self._values.shape_is_infinite(s) for s in found if s.kind == kind)
             )
             node.exhaustible = not all(map(self._values.infinite, items))
-
-    def _is_endless(self, shape: Shape) -> bool:
-        if isinstance(shape, Strings):
-            return is_endless(shape)
-        return isinstance(shape, Arrays | Objects) and self._values.is_open(shape)
 
     def _object(self, node: Node, objects: list[Objects], path: str) -> None:
         node.distinct_keys = any(map(self._keys_count, objects))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -27,12 +26,8 @@ class Node(msgspec.Struct, array_like=True):
     """A place in a schema; index 0 of a plan is one where there is nothing to look at.
 
     Args:
-        distinct_items: Whether an array's items must differ.
-        distinct_keys: Whether an object's keys must differ.
         items: Places of the first items of an array.
-        rest: Place of the others.
         named: Places of an object's members by name.
-        other: Place of those with other names.
         endless: First bytes of items that go on to infinitely many values from wherever they are
             (`[`, `{`, `"`).
         exhaustible: Whether the items may all be taken.
@@ -48,26 +43,17 @@ class Node(msgspec.Struct, array_like=True):
     exhaustible: bool = False
 
 
-@dataclass(eq=False)
-class Memory:
-    """What an array's items may go on with, by their number, their text and whether that ends in
-    an open number or word; found when it is needed."""
-
-    legal: dict[tuple[int, bytes, bool], bytes] = field(default_factory=dict)
-
-
 class Frame(NamedTuple):
     """An open array or object.
 
     Args:
-        outer: The one around it.
         node: Its place in the plan.
-        is_array: Whether it is an array.
         start: Offset of its bracket.
         done: Items or members that are complete.
         seen: Keys of the values of the items, or the keys, so far, if they must differ.
         texts: The texts of the items, without white space between tokens.
-        memory: Of an array whose items must differ.
+        legal: Of an array whose items must differ: what these may go on with, by their number,
+            their text and whether that ends in an open number or word; found when it is needed.
     """
 
     outer: Frame | None
@@ -77,7 +63,7 @@ class Frame(NamedTuple):
     done: int = 0
     seen: frozenset[str] | None = None
     texts: tuple[bytes, ...] = ()
-    memory: Memory | None = None
+    legal: dict[tuple[int, bytes, bool], bytes] | None = None
 
 
 class Place(NamedTuple):
@@ -86,7 +72,6 @@ class Place(NamedTuple):
     Args:
         mode: See above.
         escaped: Whether the last byte of a string or key was a backslash.
-        frame: The innermost open array or object.
         node: The place in the plan of the value that comes next or is being read.
         start: Offset of the value, key or word that is being read.
     """
@@ -113,9 +98,7 @@ class Reader:
         """The place after one more byte; None if it completes a repeated item or key.
 
         Args:
-            place: Before the byte.
             text: The whole text, at least up to the byte.
-            at: The byte's offset.
         """
         byte, mode = text[at], place.mode
         if mode in (STRING, KEY):
@@ -154,13 +137,10 @@ class Reader:
 
     def _opened(self, place: Place, is_array: bool, at: int) -> Place:
         node = self.nodes[place.node]
-        seen: frozenset[str] | None = None
-        memory = None
-        if is_array and node.distinct_items:
-            seen, memory = frozenset(), Memory()
-        elif not is_array and node.distinct_keys:
-            seen = frozenset()
-        frame = Frame(place.frame, place.node, is_array, at, 0, seen, (), memory)
+        must_differ = node.distinct_items if is_array else node.distinct_keys
+        seen = frozenset[str]() if must_differ else None
+        legal = dict[tuple[int, bytes, bool], bytes]() if is_array and must_differ else None
+        frame = Frame(place.frame, place.node, is_array, at, 0, seen, (), legal)
         if is_array:
             return Place(VALUE, False, frame, self._item(frame), at)
         return Place(KEY_START, False, frame, 0, at)
@@ -222,13 +202,7 @@ def watched(place: Place) -> Frame | None:
 
 
 def item_start(place: Place, frame: Frame, length: int) -> int:
-    """Where the item of an open array that is being read begins; `length` if none is.
-
-    Args:
-        place: Inside the array.
-        frame: The array.
-        length: Of the text so far.
-    """
+    """Where the item of an open array that is being read begins; `length` if none is."""
     inner, outer = place.frame, None
     while inner is not frame:
         assert inner is not None

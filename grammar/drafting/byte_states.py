@@ -12,16 +12,17 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
+from overlap_spec.grammar.automata.dfa import reached
 from overlap_spec.grammar.drafting.state_table import StateTable
 from overlap_spec.grammar.ir.calls import Call, Calls
-from overlap_spec.grammar.ir.network import Bytes, Closures, Network, Nodes
+from overlap_spec.grammar.ir.network import Bytes, Closures, Network, merged
 from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 from overlap_spec.grammar.lowering.lower import lower
 from overlap_spec.grammar.spec import Grammar
@@ -91,13 +92,12 @@ class _Unrolled:
             self.ends[network.add(syntax.rules[name], node)] = name
             owners += [name] * (len(network.calls) - len(owners))
         self._calls = Calls(network, owners, frozenset(self.ends))
-        self._closures = Closures(network)
+        self._moves_of = cache(Closures(network).moves)
         # By number: what a rule returns to.
         self._stacks = [_Frame(None, -1, 0, -1)]
         self._numbers: dict[tuple[int, int], int] = {}
         self._known: dict[Place, State | None] = {}
         self._known_near: dict[int, _Near] = {}
-        self._known_moves: dict[Nodes, list[tuple[Bytes, Nodes]]] = {}
 
     def table(self, vocabulary: Vocabulary) -> StateTable:
         """Number the states, the least deep first, as many as the limits allow."""
@@ -141,18 +141,11 @@ class _Unrolled:
                 (members, frozenset((n, stack) for n in targets))
                 for members, targets in self._moves_of(frozenset(nodes))
             ]
-            found = _merged(found, mine) if found else mine
-        return found
-
-    def _moves_of(self, nodes: Nodes) -> list[tuple[Bytes, Nodes]]:
-        found = self._known_moves.get(nodes)
-        if found is None:
-            found = self._known_moves[nodes] = self._closures.moves(nodes)
+            found = merged(found, mine) if found else mine
         return found
 
     def _closed(self, places: State) -> State | None:
-        """The places with bytes, or ends of the grammar, that are reached without a byte; None
-        where they are too many or too deep."""
+        """Places with bytes, or ends, reached without a byte; None: too many or too deep."""
         found: State = frozenset()
         for place in places:
             own = self._known.get(place, UNKNOWN)
@@ -194,14 +187,13 @@ class _Unrolled:
     def _near(self, start: int) -> _Near:
         """What is reached from a node with nothing read and no call to come back from."""
         network, calls = self.network, self._calls
-        seen, pending = {start}, [start]
-        while pending:
-            node = pending.pop()
-            further = [*network.steps[node], *(self.starts[r] for r in calls.tails.get(node, ()))]
-            for other in further:
-                if other not in seen:
-                    seen.add(other)
-                    pending.append(other)
+        seen = reached(
+            [start],
+            lambda node: [
+                *network.steps[node],
+                *(self.starts[r] for r in calls.tails.get(node, ())),
+            ],
+        )
         return _Near(
             [node for node in seen if network.bytes[node]],
             [call for node in seen for call in calls.at.get(node, ())],
@@ -237,25 +229,6 @@ class _Unrolled:
                 yield other.back, stack
                 if entered is None or other.caller in self._calls.same_end(entered):
                     yield other.back, below
-
-
-def _merged(
-    some: list[tuple[Bytes, State]], others: list[tuple[Bytes, State]]
-) -> list[tuple[Bytes, State]]:
-    """Both lists of disjoint sets as one, with the places of both where they overlap."""
-    found = []
-    for members, places in some:
-        left = members
-        for theirs, targets in others:
-            if both := left & theirs:
-                found.append((both, places | targets))
-                left &= ~theirs
-        if left:
-            found.append((left, places))
-    every = 0
-    for members, _ in some:
-        every |= members
-    return found + [(rest, targets) for theirs, targets in others if (rest := theirs & ~every)]
 
 
 @lru_cache(4096)

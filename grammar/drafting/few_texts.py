@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
+from overlap_spec.caches import newest
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex import MOST_CHECKED, parse
-from overlap_spec.grammar.automata.regex_ast import (
-    Alternation,
-    CharClass,
-    Concat,
-    Node,
-    Repetition,
-)
+from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Concat, Node, Repetition
 from overlap_spec.grammar.drafting.text_tokens import TextTokens
 from overlap_spec.grammar.drafting.token_trie import TokenTrie, make_tries
 from overlap_spec.grammar.spec import Grammar
@@ -33,36 +29,26 @@ NOTES = frozenset({"title", "description", "default", "examples", "deprecated", 
 
 
 class OutputTries:
-    """The tries of grammars that have few outputs. Safe to share between threads.
-
-    Args:
-        vocabulary: Of the grammars.
-        encode: Text → tokens, without special ones.
-
-    Attributes:
-        cut: The tokens of a text inside another.
-    """
+    """The tries of grammars that have few outputs. Safe to share between threads."""
 
     def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], Sequence[int]]) -> None:
         self.cut, self._lock = TextTokens(vocabulary, encode), threading.Lock()
-        self._known: dict[tuple[str, str], TokenTrie | None] = {}
+        self._known: OrderedDict[tuple[str, str], TokenTrie | None] = OrderedDict()
 
     def of(self, grammar: Grammar) -> TokenTrie | None:
         """The trie of the whole outputs of a grammar that has few; None of any other.
 
         For drafts alone: texts that the tokenizer cannot cut are left out.
         """
-        key = grammar.kind, grammar.source
-        if key not in self._known:
+
+        def make() -> TokenTrie | None:
             cuts = [cut for text in few_texts(grammar) if (cut := self.cut(text))]
             found = make_tries(cuts, TRIE_NODES) if cuts else []
             # A node is the prompt's end.
-            fit = len(found) == 1 and len(found[0].tokens) < TRIE_NODES
-            with self._lock:
-                if len(self._known) >= CACHED:
-                    del self._known[next(iter(self._known))]
-                self._known[key] = found[0] if fit else None
-        return self._known.get(key)
+            return found[0] if len(found) == 1 and len(found[0].tokens) < TRIE_NODES else None
+
+        with self._lock:
+            return newest(self._known, (grammar.kind, grammar.source), make, CACHED)
 
 
 def few_texts(grammar: Grammar) -> list[str]:

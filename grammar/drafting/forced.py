@@ -65,11 +65,8 @@ class ForcedRuns:
         weighed: bool = False,
     ) -> None:
         self.weighed = weighed
-        self._text, self._encoded, self._tokens = (
-            vocabulary.text,
-            TextTokens(vocabulary, encode),
-            tokens,
-        )
+        self._text, self._tokens = vocabulary.text, tokens
+        self._encoded = TextTokens(vocabulary, encode)
         self._stops = frozenset(vocabulary.stop_ids)
         single = vocabulary.byte_tokens
         self._all_bytes = bool((single >= 0).all())
@@ -103,7 +100,6 @@ class ForcedRuns:
             matcher: As it was when it filled ``rows``, by `Matcher.fill_tree` with this tree.
             runs: int32 ``(nodes, TOLD)``, completely overwritten: a run, -1 behind its end, then
                 the node's state and its place in the trie, -1 where nothing is known.
-            guesses: The request's.
         """
         runs.fill(-1)
         counts = np.bitwise_count(rows.take(self._words, 1) & self._bits)
@@ -168,7 +164,6 @@ class ForcedRuns:
         """Note what a request's model chose where text was forced.
 
         Args:
-            openings: Of its tree.
             chosen: The tokens that followed the root.
         """
         told, guesses.told = guesses.told, []

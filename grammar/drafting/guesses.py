@@ -49,8 +49,6 @@ class Guesses:
         """Enter a choice, and what a guess would have been worth, made or not.
 
         Args:
-            text: The forced bytes.
-            token: What was chosen.
             canonical: The tokenizer's first token, if it has one.
         """
         before, kind = self.find(text)

@@ -102,9 +102,6 @@ class StateTable(NamedTuple):
     def from_bytes(cls, data: bytes, tokens: int) -> StateTable:
         """The table that :meth:`to_bytes` wrote.
 
-        Args:
-            tokens: Of the vocabulary.
-
         Raises:
             ValueError: it names states or tokens that there are not: those who read the table look
                 at no bounds.

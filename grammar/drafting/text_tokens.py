@@ -14,7 +14,6 @@ class TextTokens:
     """Cuts texts into tokens as the tokenizer does, and answers for their bytes.
 
     Args:
-        vocabulary: Of the grammars.
         encode: Text → tokens, without special ones.
     """
 

@@ -82,7 +82,7 @@ def make_tries(cuts: Sequence[Sequence[int]], width: int) -> list[TokenTrie]:
     tries: list[TokenTrie] = []
     trie = _Growing()
     for number in sorted(range(len(cuts)), key=lambda n: list(cuts[n])):
-        if trie.missing(cuts[number]) + len(trie.tokens) > width:
+        if len(cuts[number]) - trie.known(cuts[number])[1] + len(trie.nodes) > width:
             tries.append(trie.done())
             trie = _Growing()
         trie.add(number, cuts[number])
@@ -90,41 +90,32 @@ def make_tries(cuts: Sequence[Sequence[int]], width: int) -> list[TokenTrie]:
 
 
 class _Growing:
-    """A trie under construction."""
+    """A trie under construction: nodes (token, parent, depth), and the last one of each text."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._parents: list[int] = []
-        self._depths: list[int] = []
-        self._texts: list[int] = []
-        self._ends: list[int] = []
+        self.nodes: list[tuple[int, int, int]] = []
+        self._ends: list[tuple[int, int]] = []
         self._child: dict[tuple[int, int], int] = {}
 
-    def missing(self, tokens: Sequence[int]) -> int:
-        """Nodes that ``tokens`` would add."""
+    def known(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """The last node on the way of ``tokens``, and its depth."""
         node = -1
-        for at, token in enumerate(tokens):
-            child = self._child.get((node, token))
-            if child is None:
-                return len(tokens) - at
-            node = child
-        return 0
+        for depth, token in enumerate(tokens):
+            if (node, token) not in self._child:
+                return node, depth
+            node = self._child[node, token]
+        return node, len(tokens)
 
     def add(self, number: int, tokens: Sequence[int]) -> None:
         """Add the text of a number."""
-        node = -1
-        for depth, token in enumerate(tokens, 1):
-            child = self._child.get((node, token))
-            if child is None:
-                child = self._child[node, token] = len(self.tokens)
-                self.tokens.append(token)
-                self._parents.append(node)
-                self._depths.append(depth)
-            node = child
-        self._texts.append(number)
-        self._ends.append(node)
+        node, known = self.known(tokens)
+        for depth, token in enumerate(tokens[known:], known + 1):
+            self._child[node, token] = len(self.nodes)
+            self.nodes.append((token, node, depth))
+            node = len(self.nodes) - 1
+        self._ends.append((number, node))
 
     def done(self) -> TokenTrie:
         """The trie."""
-        fields = self.tokens, self._parents, self._depths, self._texts, self._ends
-        return TokenTrie(*(np.array(field, np.int64) for field in fields))
+        nodes = np.array(self.nodes, np.int64).reshape(-1, 3).T.copy()
+        return TokenTrie(*nodes, *np.array(self._ends, np.int64).reshape(-1, 2).T.copy())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from overlap_spec.grammar.automata.dfa import reached
 from overlap_spec.grammar.ir.network import Network
 
 
@@ -20,10 +21,6 @@ class Call(NamedTuple):
 
 class Calls:
     """The calls of a network.
-
-    Args:
-        owners: The rule of each node.
-        ends: The nodes at which rules end.
 
     Attributes:
         at: The calls of each node, without those that nothing can follow.
@@ -64,12 +61,8 @@ class Calls:
         """The rules whose end can be the end of a rule: itself, and those it calls last."""
         found = self._same_end.get(rule)
         if found is None:
-            seen, pending = {rule}, [rule]
-            while pending:
-                further = self._tails_of.get(pending.pop(), set()) - seen
-                seen |= further
-                pending += further
-            found = self._same_end[rule] = frozenset(seen)
+            ends = reached([rule], lambda name: self._tails_of.get(name, ()))
+            found = self._same_end[rule] = frozenset(ends)
         return found
 
     def is_end(self, node: int) -> bool:

@@ -26,7 +26,6 @@ class EpsilonFree:
 
     Attributes:
         rules: The rules; those that matched the empty text only are gone.
-        root_nullable: Whether the grammar matched the empty text.
         plain: The exceptions: rules `name*` that still match the empty text, each a repetition of
             characters, mapped to the rule `name` that does not.
         excepts, quoted: As in `Syntax`, of the rules of both names.

@@ -9,6 +9,7 @@ fails, every lexeme is a single character, and none of those is a prefix of anot
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 from overlap_spec.grammar.automata.charset import ALL, intersect, negate
 from overlap_spec.grammar.automata.regex_ast import (
@@ -45,8 +46,6 @@ class Lexemes:
         names: The lexemes among `lexed`.
         excepts: As in `Syntax`, of those in `lexed`.
         quoted: As in `Syntax`, of those in `lexed`.
-        may_be_empty: Whether the empty text is allowed, which no rule matches.
-        by_characters: Whether every lexeme is a single character.
     """
 
     parsed: dict[str, Node] = field(default_factory=dict)
@@ -104,9 +103,7 @@ class _Cutter:
             if not references(body) and (name in grammar.quoted or not _has_quote(body))
         }
         self.made = Lexemes(
-            quoted=grammar.quoted,
-            may_be_empty=grammar.root_nullable,
-            by_characters=not self.whole,
+            quoted=grammar.quoted, may_be_empty=grammar.root_nullable, by_characters=not self.whole
         )
         self.known: dict[Node, str] = {}
 
@@ -224,7 +221,14 @@ def conflict(lexemes: Lexemes) -> dict[str, int]:
         exactly.
     """
     network = Network(most_count=1)
-    flat = _Flat(lexemes.lexed)
+
+    @cache
+    def of(name: str) -> Node:
+        return flat(lexemes.lexed[name])
+
+    def flat(node: Node) -> Node:
+        return of(node.name) if isinstance(node, Ref) else mapped(node, flat)
+
     starts: dict[str, int] = {}
     ends: dict[int, list[str]] = {}
     owners: list[tuple[str, int]] = []
@@ -235,7 +239,7 @@ def conflict(lexemes: Lexemes) -> dict[str, int]:
             starts[name] = starts.get(quoted[0], -1)
             if len(quoted) > 1:
                 continue
-        whole = _QUOTED if quoted[-1:] == [name] else flat.of(name)
+        whole = _QUOTED if quoted[-1:] == [name] else of(name)
         node = starts[name] = network.node()
         for i, part in enumerate(whole.parts if isinstance(whole, Concat) else (whole,)):
             node = network.add_whole(part, node)
@@ -271,10 +275,7 @@ _QUOTED = Concat(
         CharClass(_QUOTE),
         Repetition(
             Alternation(
-                (
-                    CharClass(negate(_SPECIAL)),
-                    Concat((CharClass(_BACKSLASH), CharClass(ALL))),
-                )
+                (CharClass(negate(_SPECIAL)), Concat((CharClass(_BACKSLASH), CharClass(ALL))))
             ),
             0,
             None,
@@ -303,22 +304,6 @@ def _is_quoted(lexeme: Node, quoted: set[str]) -> bool:
         if (next(inside, None) is None) if escapes else intersect(part.members, _SPECIAL):
             return False
     return True
-
-
-class _Flat:
-    """Inlines references."""
-
-    def __init__(self, rules: dict[str, Node]) -> None:
-        self.rules = rules
-        self.done: dict[str, Node] = {}
-
-    def of(self, name: str) -> Node:
-        if name not in self.done:
-            self.done[name] = self._flat(self.rules[name])
-        return self.done[name]
-
-    def _flat(self, node: Node) -> Node:
-        return self.of(node.name) if isinstance(node, Ref) else mapped(node, self._flat)
 
 
 class _Follows:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeVar
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.charset import UTF8_LENGTHS, Ranges
+from overlap_spec.grammar.automata.dfa import reached
 from overlap_spec.grammar.automata.regex_ast import (
     Alternation,
     CharClass,
@@ -20,13 +22,13 @@ ByteEdge = tuple[int, int, int]
 Bytes = int
 """A set of byte values: bit b is byte b."""
 Nodes = frozenset[int]
+T = TypeVar("T")
 
 
 class Network:
     """A graph whose edges are bytes, calls of rules, and epsilon steps. Nodes are numbers.
 
     Args:
-        most_nodes: Limit on nodes.
         most_count: Counts above it are treated as unbounded: allows more, and is much smaller.
     """
 
@@ -111,6 +113,23 @@ class Network:
                 self.bytes[start].append((*spans[0], inner[spans[1:]]))
 
 
+def merged(
+    some: list[tuple[Bytes, frozenset[T]]], others: list[tuple[Bytes, frozenset[T]]]
+) -> list[tuple[Bytes, frozenset[T]]]:
+    """Both lists of disjoint sets as one, with the targets of both where they overlap."""
+    found, rest = [], list(others)
+    for members, targets in some:
+        left = members
+        for at, (theirs, more) in enumerate(rest):
+            if both := left & theirs:
+                found.append((both, targets | more))
+                left &= ~both
+                rest[at] = theirs & ~both, more
+        if left:
+            found.append((left, targets))
+    return found + [(theirs, more) for theirs, more in rest if theirs]
+
+
 class Closures:
     """Subset construction over a network without calls.
 
@@ -141,32 +160,15 @@ class Closures:
             for low, high, target in self.network.bytes[node]:
                 by_target[target] = by_target.get(target, 0) | _span(low, high)
         for target, members in by_target.items():
-            left, split = members, []
-            for block, targets in blocks:
-                both = block & left
-                if both:
-                    split.append((both, targets | {target}))
-                if block & ~left:
-                    split.append((block & ~left, targets))
-                left &= ~both
-            if left:
-                split.append((left, frozenset((target,))))
-            blocks = split
+            blocks = merged(blocks, [(members, frozenset((target,)))])
         return blocks
 
     def _one(self, node: int) -> Nodes:
         if node not in self.single:
-            seen, pending = {node}, [node]
-            while pending:
-                for target in self.network.steps[pending.pop()]:
-                    if target not in seen:
-                        seen.add(target)
-                        pending.append(target)
-            self.single[node] = frozenset(n for n in seen if self._matters(n))
+            read, steps = self.network.bytes, self.network.steps
+            seen = reached([node], steps.__getitem__)
+            self.single[node] = frozenset(n for n in seen if read[n] or not steps[n])
         return self.single[node]
-
-    def _matters(self, node: int) -> bool:
-        return bool(self.network.bytes[node]) or not self.network.steps[node]
 
 
 @lru_cache(8192)

@@ -45,8 +45,7 @@ class Reach(NamedTuple):
     begins: bytes
 
     def longest(self, size: int) -> int:
-        """Most bytes that are forced behind a text of ``size`` bytes: no more than those of the
-        shortest rest."""
+        """Most bytes that are forced behind a text of ``size`` bytes."""
         return self.fixed + self.each * (size + 1)
 
     def behind(self, thinking: Thinking) -> Reach:
@@ -74,9 +73,6 @@ def reach(syntax: Syntax) -> Reach:
     Where rules call each other in a circle, each waits at most once for each byte of the text that
     it may begin with: where one that began at a byte waits twice, the shortest rest leaves out what
     lies between.
-
-    Args:
-        syntax: In rules alone.
 
     Raises:
         GrammarError: its trees are too deep.
@@ -107,7 +103,6 @@ class _Bounds:
     """How long the rests in the rules of a grammar are.
 
     Args:
-        syntax: In rules alone.
         circle: Of its rules, those in the same one by the same number, in the order in which few
             passes do.
 
@@ -171,11 +166,7 @@ class _Bounds:
         return found
 
     def _wait(self, name: str, node: Node, behind: int, before: Before) -> None:
-        """Note the rules that an expression with such a rest behind it calls.
-
-        Args:
-            before: Of what stands before it in the rule.
-        """
+        """Note the rules that an expression with such a rest behind it calls."""
         least, _, calls = self._known[id(node)]
         if not calls or least + behind >= ENDLESS:
             return

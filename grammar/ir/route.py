@@ -28,7 +28,6 @@ class Route:
     """Backends, in the order in which they are tried.
 
     Attributes:
-        backends: Names, the best first.
         reason: Why the first one was picked; a short text for statistics.
     """
 

@@ -78,7 +78,6 @@ def later(node: Node, rules: dict[str, Node]) -> Node | None:
     Likewise `a.*` begins with no loop, and `a+\U0010ffff.*` with one, if `a` is most characters.
 
     Args:
-        node: The node.
         rules: What it refers to; none is recursive.
 
     Returns:
@@ -151,7 +150,6 @@ def straight(node: Node, rules: dict[str, Node]) -> Node | None:
     own beside the other it does not change the language.
 
     Args:
-        node: The node.
         rules: What it refers to; those that refer to others are not looked into.
 
     Returns:

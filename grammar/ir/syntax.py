@@ -117,8 +117,7 @@ def bounded_depth() -> Iterator[None]:
 
 
 def states(name: str, dfa: Dfa, escape: Escape) -> dict[str, Node]:
-    """Rules for the texts of a non-empty automaton: one per state, a character followed by the
-    next state; the first is `name`."""
+    """Rules for the texts of a non-empty automaton, one a state; the first is `name`."""
     names = [name, *(f"{name}.{state}" for state in range(1, len(dfa.moves)))]
     found: dict[str, Node] = {}
     for state, own in enumerate(names):

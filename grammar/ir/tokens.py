@@ -11,13 +11,7 @@ from overlap_spec.grammar.automata.charset import ALL, Ranges, intersect, negate
 from overlap_spec.grammar.automata.dfa import Dfa
 from overlap_spec.grammar.automata.dfa_to_regex import to_node
 from overlap_spec.grammar.automata.escape import Escape, in_json, plain
-from overlap_spec.grammar.automata.regex_ast import (
-    EMPTY,
-    Node,
-    Repetition,
-    alternate,
-    concat,
-)
+from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Repetition, alternate, concat
 
 _MOST_TEXTS = 2_000
 
@@ -30,7 +24,6 @@ class Except:
     form.
 
     Args:
-        members: The characters.
         texts: What is left out, unescaped.
         heads: Those of them that a text may begin with; None means all. If it is some, the last of
             the members is in no text that is left out: hints rely on it.
@@ -141,7 +134,6 @@ class Token:
     Args:
         language: An expression; or a non-empty automaton over characters, which `escape` writes;
             or all texts but some.
-        escape: Writes the characters of an automaton.
     """
 
     language: Node | Dfa | Except

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -29,16 +29,16 @@ class StubName:
 
 
 class Stub(ModuleType):
-    """A module whose every public name is `StubName`."""
+    """A module of whose public names each is what `make` makes of it, by default `StubName`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, make: Callable[[str], Any] = lambda _: StubName) -> None:
         super().__init__(name)
-        self.__spec__ = ModuleSpec(name, None)
+        self.__spec__, self._make = ModuleSpec(name, None), make
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return StubName
+        return self._make(name)
 
 
 def import_light(module: str) -> ModuleType:
@@ -64,15 +64,6 @@ class _Awaited(type):
         return isinstance(thing, real)
 
 
-class _AwaitedModule(Stub):
-    """A module whose every public name is a class that is awaited."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Awaited(name, (), {"__module__": self.__name__})
-
-
 @contextmanager
 def awaiting(module: str) -> Iterator[None]:
     """Let what is imported in the block have the classes of ``module`` without importing it.
@@ -83,7 +74,7 @@ def awaiting(module: str) -> Iterator[None]:
     if module in sys.modules or importlib.util.find_spec(module) is None:
         yield
         return
-    with _standing_in(_AwaitedModule(module)):
+    with _standing_in(Stub(module, lambda name: _Awaited(name, (), {"__module__": module}))):
         yield
 
 

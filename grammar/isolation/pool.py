@@ -202,8 +202,7 @@ class Desk:
             self.loop.call_soon(self._backend.warm)
 
     def _look(self) -> None:
-        """End a server that is not ready in time, or that others have stopped: it would keep its
-        jobs for ever."""
+        """End a server that is not ready in time, or stopped: it would keep its jobs for ever."""
         link = self.link
         if link is not None and self._asks:
             is_late = not link.is_ready and time.monotonic() > link.since_s + READY_S

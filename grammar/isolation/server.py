@@ -26,25 +26,11 @@ import msgspec
 
 from overlap_spec.children import OUTSIDE, can_take, end_with, is_stopped
 from overlap_spec.grammar.contract import Backend
-from overlap_spec.grammar.isolation import worker
-from overlap_spec.grammar.isolation.channel import (
-    Body,
-    Order,
-    Word,
-    drop,
-    pair,
-    read,
-    receive,
-    send,
-)
+from overlap_spec.grammar.isolation import channel, worker
+from overlap_spec.grammar.isolation.channel import Body, Order, Word
 from overlap_spec.grammar.isolation.import_stubs import import_light
 from overlap_spec.grammar.isolation.jobs import means_out_of_memory
-from overlap_spec.grammar.isolation.limits import (
-    SIMPLIFY,
-    CompileLimits,
-    Failed,
-    out_of_memory,
-)
+from overlap_spec.grammar.isolation.limits import SIMPLIFY, CompileLimits, Failed, out_of_memory
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.grammar.vocabulary import Vocabulary
 from overlap_spec.shares import Lane
@@ -93,10 +79,8 @@ class Worker:
 class Workers:
     """The forked workers, and those of them that wait for a job."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, backend: Backend | None, limits: CompileLimits
-    ) -> None:
-        self._loop, self._backend, self._limits = loop, backend, limits
+    def __init__(self, backend: Backend | None, limits: CompileLimits) -> None:
+        self._backend, self._limits = backend, limits
         self.every: set[Worker] = set()
         self.idle: list[Worker] = []
         self.forked = self.killed = 0
@@ -110,8 +94,8 @@ class Workers:
             if given in self.every and given.answer is None:
                 break
             self.kill(given)
-        given.answer = self._loop.create_future()
-        send(given.end, Order(), job)
+        given.answer = asyncio.get_running_loop().create_future()
+        channel.send(given.end, Order(), job)
         # So that the next one need not wait for a fork.
         self.fork_spare()
         return given
@@ -124,7 +108,7 @@ class Workers:
                 self.idle.append(self._fork())
 
     def _fork(self) -> Worker:
-        (near, far), parent = pair(), os.getpid()
+        (near, far), parent = channel.pair(), os.getpid()
         output = os.fdopen(os.memfd_create("output"), "rb")
         with far:
             pid = os.fork()
@@ -134,7 +118,7 @@ class Workers:
         forked = Worker(pid, near, output)
         self.every.add(forked)
         self.forked += 1
-        self._loop.add_reader(near, self._read, forked)
+        asyncio.get_running_loop().add_reader(near, self._read, forked)
         return forked
 
     def _read(self, given: Worker) -> None:
@@ -142,7 +126,7 @@ class Workers:
         waiting = given.answer if given.answer and not given.answer.done() else None
         error: Exception = Failed("crash", "its worker process sent what none sends")
         try:
-            message = receive(given.end, Word)
+            message = channel.receive(given.end, Word)
         except BlockingIOError:
             return
         except ValueError:
@@ -154,7 +138,7 @@ class Workers:
                 waiting.set_result(message)
                 return
             else:
-                drop(message[1])
+                channel.drop(message[1])
         self.kill(given)
         if waiting is not None:
             waiting.set_exception(error)
@@ -171,7 +155,7 @@ class Workers:
 
     def _end(self, given: Worker) -> Exception:
         """Let a worker go that can say no more; what its job has met by that."""
-        self._loop.remove_reader(given.end)
+        asyncio.get_running_loop().remove_reader(given.end)
         given.end.close()
         # One in other hands may have closed its socket alone.
         os.kill(given.pid, signal.SIGKILL)
@@ -190,11 +174,10 @@ class Workers:
 
 
 class Server:
-    """Lanes and workers, on the loop that runs."""
+    """Lanes and workers."""
 
     def __init__(self, end: socket.socket, backend: Backend | None, limits: CompileLimits) -> None:
-        self.loop, self.end, self.limits = asyncio.get_running_loop(), end, limits
-        self.workers = Workers(self.loop, backend, limits)
+        self.end, self.limits, self.workers = end, limits, Workers(backend, limits)
         self.quick = Lane(limits.fast_running, limits.fast_waiting)
         self.slow = Lane(limits.long_running, limits.long_waiting)
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -202,7 +185,7 @@ class Server:
 
     async def run(self) -> None:
         """Serve until the engine closes the channel, then kill all workers."""
-        over = asyncio.Event()
+        over, self.loop = asyncio.Event(), asyncio.get_running_loop()
         self.loop.add_reader(self.end, self._hear, over)
         self.workers.fork_spare()
         self._tell()
@@ -215,13 +198,15 @@ class Server:
         """Begin jobs, and stop those that are wanted no more, all that are told: what is stopped
         as it begins costs no worker."""
         while select.select([self.end], [], [], 0)[0]:
-            message = receive(self.end, Order)
+            message = channel.receive(self.end, Order)
             if message is None:
                 over.set()
                 return
             order, body = message
             if body is not None:
-                task = self.tasks[order.number] = asyncio.create_task(self._do(order, read(body)))
+                task = self.tasks[order.number] = asyncio.create_task(
+                    self._do(order, channel.read(body))
+                )
                 task.add_done_callback(partial(self._done, order.number))
             elif order.number in self.tasks:
                 self.tasks[order.number].cancel()
@@ -236,7 +221,7 @@ class Server:
         state = (len(workers.every), *lanes, workers.forked, workers.killed)
         # An engine that has gone is told nothing.
         with contextlib.suppress(ConnectionError):
-            send(self.end, msgspec.structs.replace(word or Word(), state=state), body)
+            channel.send(self.end, msgspec.structs.replace(word or Word(), state=state), body)
 
     def _tell_soon(self) -> None:
         """Tell how things stand, unless something is told before."""
@@ -257,7 +242,7 @@ class Server:
         except OSError as error:
             word = Word(failed="unavailable", reason=f"{type(error).__name__}: {error}; {LATER}")
         self._tell(msgspec.structs.replace(word, number=order.number), body)
-        drop(body)
+        channel.drop(body)
 
     def _done(self, number: int, _: asyncio.Task[None]) -> None:
         del self.tasks[number]
@@ -344,7 +329,6 @@ def build(setup: Setup, light: bool) -> Backend | None:
     """Import and build what workers are forked with.
 
     Args:
-        setup: What to build.
         light: Import with stubs in place of heavy modules.
 
     Raises:
@@ -367,11 +351,6 @@ def build(setup: Setup, light: bool) -> Backend | None:
     return backend
 
 
-async def serve(end: socket.socket, backend: Backend | None, limits: CompileLimits) -> None:
-    """Serve on a loop of this process's own."""
-    await Server(end, backend, limits).run()
-
-
 def main(arguments: list[str]) -> None:
     """Entry point of the process."""
     end_with(int(arguments[2]))
@@ -388,10 +367,10 @@ def main(arguments: list[str]) -> None:
         if light:
             os.execv(sys.executable, [*sys.orig_argv, "full"])
         reason = f"{type(error).__name__}: {error}"[: worker.MESSAGE_CHARACTERS]
-        send(end, Word(failed="unavailable", reason=reason))
+        channel.send(end, Word(failed="unavailable", reason=reason))
         return
     gc.collect()
     gc.freeze()
     # Not earlier: a request waits for the first grammar.
     os.nice(setup.limits.nice)
-    asyncio.run(serve(end, backend, setup.limits))
+    asyncio.run(Server(end, backend, setup.limits).run())

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from overlap_spec.grammar.automata.dfa import reached
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node
-from overlap_spec.grammar.ir.rules import Rules, choice, literal, sequence
+from overlap_spec.grammar.ir.rules import choice, sequence
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.layout import Layout
 from overlap_spec.grammar.lowering.members import Member, Tail
@@ -27,7 +28,6 @@ class Present:
     Args:
         named: One bit for each named member that is there.
         free: Free members, as far as they are counted.
-        must: Whether a free member of the required kind is among them.
     """
 
     named: int = 0
@@ -42,14 +42,8 @@ class Present:
 
 @dataclass
 class Orders:
-    """Writes the objects of one schema, each member wherever it comes.
+    """Writes the objects of one schema, each member wherever it comes."""
 
-    Args:
-        rules: The grammar under construction.
-        layout: White space.
-    """
-
-    rules: Rules
     layout: Layout
     _sets: int = field(default=0, init=False)
 
@@ -62,13 +56,6 @@ class Orders:
         path: str,
     ) -> Node | None:
         """An expression for an object; None if it is empty.
-
-        Args:
-            members: The named members.
-            tail: The free ones, or None.
-            counts: Fewest and most members; None means no bound.
-            depth: Its nesting depth in the text.
-            path: Where it stands, for errors.
 
         Raises:
             Refusal: it has too many sets of members.
@@ -86,17 +73,15 @@ class Orders:
         start = Present()
         if start not in alive:
             return None
-        names = {state: self.rules.reserve() for state in alive}
+        rules = self.layout.rules
+        names = {state: rules.reserve() for state in alive}
         comma = self.layout.comma(depth + 1)
         for state, name in names.items():
             ways: list[Node] = [sequence(comma, rule, names[to]) for rule, to in alive[state]]
-            self.rules.define(name, choice([*ways, EMPTY] if sets.may_end(state) else ways))
+            rules.define(name, choice([*ways, EMPTY] if sets.may_end(state) else ways))
         first = [sequence(rule, names[to]) for rule, to in alive[start]]
-        opening = self.layout.opening("{", depth + 1)
-        closing = self.layout.closing("}", depth)
-        found: list[Node] = [sequence(opening, choice(first), closing)] if first else []
-        found += [literal("{}")] if sets.may_end(start) else []
-        return choice(found) if found else None
+        inside = choice(first) if first else None
+        return self.layout.container("{}", depth, inside, sets.may_end(start))
 
 
 def _refusal(path: str, what: str) -> keywords.Refusal:
@@ -159,13 +144,7 @@ class _Sets:
         for state, ways in found.items():
             for _, to in ways:
                 before.setdefault(to, []).append(state)
-        good = [state for state in found if self.may_end(state)]
-        seen = set(good)
-        for state in good:
-            for earlier in before.get(state, ()):
-                if earlier not in seen:
-                    seen.add(earlier)
-                    good.append(earlier)
+        seen = reached(filter(self.may_end, found), lambda state: before.get(state, ()))
         return {
             state: [(rule, to) for rule, to in ways if to in seen]
             for state, ways in found.items()

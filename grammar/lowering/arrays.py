@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node, Ref
-from overlap_spec.grammar.ir.rules import choice, literal, sequence
+from overlap_spec.grammar.ir.rules import choice, sequence
 from overlap_spec.grammar.lowering import keywords
 from overlap_spec.grammar.lowering.keywords import Refusal
 from overlap_spec.grammar.lowering.members import Member, Members, Tail
@@ -68,7 +68,7 @@ class ArrayWriter:
             rest = self._item(shape.rest, None)
             tail = None if rest is None else Tail(rest)
         layout = self.writer.layout
-        build = Members(self.writer.rules, layout, "[]", self.depth, shape.least, shape.most)
+        build = Members(layout, "[]", self.depth, shape.least, shape.most)
         return build.array(members, tail)
 
     def _item(self, expr: Expr, place: int | None) -> Node | None:
@@ -205,16 +205,12 @@ class ArrayWriter:
             ends = [EMPTY] if may_end(state) else []
             if steps or ends:
                 rules.define(names[state], choice([*steps, *ends]))
-        opening = layout.opening("[", self.depth + 1)
-        closing = layout.closing("]", self.depth)
-        found = [sequence(opening, choice(first), closing)] if first else []
-        found += [literal("[]")] if may_end(start) else []
-        return choice(found) if found else None
+        inside = choice(first) if first else None
+        return layout.container("[]", self.depth, inside, may_end(start))
 
 
 def fixed_items(shape: Arrays, resolver: Resolver) -> list[str] | None:
-    """The texts of the items of an array of a few fixed values, whose rules can keep them apart;
-    None of any other array."""
+    """The texts of items that are a few fixed values, which rules can keep apart; or None."""
     if shape.prefix or shape.contains:
         return None
     values: dict[str, str] = {}

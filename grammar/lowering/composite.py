@@ -28,21 +28,16 @@ Lower = Callable[[Rules, Grammar], Node]
 def lower_composite(rules: Rules, grammar: Grammar, lower: Lower) -> Node:
     """The start expression of a grammar of one of the `KINDS`.
 
-    Args:
-        rules: Receives the rules.
-        grammar: The grammar.
-        lower: Lowers each grammar inside.
-
     Raises:
         GrammarError: as `lower` raises it.
     """
-    parts = _Parts(rules, grammar, lower)
     source = json.loads(grammar.source)
     if grammar.kind == "structural_tag":
-        return _Tags(parts).lower(source, ())
+        return _Tags(rules, grammar, lower).lower(source, ())
     if grammar.kind == "tools":
-        return _Calls(parts, source).lower()
+        return _Calls(rules, grammar, lower).lower(source)
     assert grammar.inner is not None
+    parts = _Parts(rules, grammar, lower)
     inner = sequence(repeat(literal(GAP), 0, MOST_GAP), parts.add(grammar.inner))
     root = free_text(rules, {source["end"]: inner}, may_end=False)
     if source["begin"]:
@@ -77,33 +72,24 @@ class _Parts:
 
     def elements(self, schema: Any, style: str) -> Node:
         """The rule of an object's members as elements."""
-        lowering = SchemaLowering(
-            schema,
-            self._grammar.whitespace,
-            False,
-            self.rules,
-            closes_objects=self._grammar.additional_properties == "closed",
-        )
+        lowering = SchemaLowering(self.rules, self._grammar, schema)
         return self.rules.add(lower_elements(lowering, style))
 
 
-class _Tags:
-    def __init__(self, parts: _Parts) -> None:
-        self.parts, self.rules = parts, parts.rules
-
+class _Tags(_Parts):
     def lower(self, form: dict[str, Any], ends: tuple[str, ...]) -> Node:
         """The expression of a format; `ends` close the tag around it and occur in no free text."""
         kind = form["type"]
         if kind == "const_string":
             return literal(form["value"])
         if kind == "json_schema" and form["style"] != "json":
-            return self.parts.elements(form["json_schema"], form["style"])
+            return self.elements(form["json_schema"], form["style"])
         if kind == "json_schema":
-            return self.parts.json(form["json_schema"])
+            return self.json(form["json_schema"])
         if kind == "regex":
-            return self.parts.add(Grammar.regex(form["pattern"]))
+            return self.add(Grammar.regex(form["pattern"]))
         if kind == "grammar":
-            return self.parts.add(Grammar.ebnf(form["grammar"]))
+            return self.add(Grammar.ebnf(form["grammar"]))
         if kind == "any_text":
             return free_text(self.rules, dict.fromkeys([*form["excludes"], *ends]), may_end=True)
         if kind == "sequence":
@@ -119,11 +105,10 @@ class _Tags:
         if kind == "dispatch":
             after = {text: self.lower(part, ends) for text, part in form["rules"]}
             return self._dispatch(after, form["loop"], tuple(form["excludes"]))
-        least, most = {
-            "optional": (0, 1),
-            "plus": (1, None),
-            "star": (0, None),
-        }.get(kind) or (form["min"], None if form["max"] == -1 else form["max"])
+        least, most = {"optional": (0, 1), "plus": (1, None), "star": (0, None)}.get(kind) or (
+            form["min"],
+            None if form["max"] == -1 else form["max"],
+        )
         return repeat(self.lower(form["content"], ends), least, most)
 
     def _tag(self, tag: dict[str, Any], begin: str, ends: tuple[str, ...]) -> Node:
@@ -167,38 +152,33 @@ class _Tags:
         return one if form["at_least_one"] else repeat(one, 0, 1)
 
 
-class _Calls:
-    def __init__(self, parts: _Parts, source: dict[str, Any]) -> None:
-        self.parts, self.source = parts, source
-        self.format: ToolFormat = load_format(source["format"])
-
-    def lower(self) -> Node:
-        form, wanted = self.format, self.source["choice"]
+class _Calls(_Parts):
+    def lower(self, source: dict[str, Any]) -> Node:
+        form, wanted = load_format(source["format"]), source["choice"]
         starts = dict.fromkeys(form.starts)
         if wanted == "none":
-            return self._free(dict.fromkeys(starts))
+            return self._free(form, dict.fromkeys(starts))
         heads = [opening + form.begin for opening in form.openings]
-        calls = self._calls()
-        if wanted != "auto" or "otherwise" in self.source:
+        calls = self._calls(form, source)
+        if wanted != "auto" or "otherwise" in source:
             whole = [sequence(literal(head), calls) for head in heads]
             if wanted == "auto":
-                whole.append(self.parts.add(Grammar.unpacked(self.source["otherwise"])))
+                whole.append(self.add(Grammar.unpacked(source["otherwise"])))
             return choice(whole)
         after: dict[str, Node | None] = {}
         for start in starts:
             rest = [head.removeprefix(start) for head in heads if head.startswith(start)]
             after[start] = choice([sequence(literal(r), calls) for r in rest])
-        return self._free(after)
+        return self._free(form, after)
 
-    def _free(self, exits: dict[str, Node | None]) -> Node:
-        if self.format.anywhere:
-            return free_text(self.parts.rules, exits, may_end=True)
-        return free_start(self.parts.rules, exits)
+    def _free(self, form: ToolFormat, exits: dict[str, Node | None]) -> Node:
+        if form.anywhere:
+            return free_text(self.rules, exits, may_end=True)
+        return free_start(self.rules, exits)
 
-    def _calls(self) -> Node:
+    def _calls(self, form: ToolFormat, source: dict[str, Any]) -> Node:
         """What follows the `begin` of the first call."""
-        form, names = self.format, self.source["choice"]
-        tools = self.source["tools"]
+        names, tools = source["choice"], source["tools"]
         if isinstance(names, list):
             tools = [tool for tool in tools if tool[0] in names]
         bodies = [
@@ -207,16 +187,16 @@ class _Calls:
             )
             for name, schema, strict in tools
         ]
-        body = self.parts.rules.add(choice(bodies))
+        body = self.rules.add(choice(bodies))
         again = sequence(literal(form.separator + form.begin), body)
-        single = isinstance(names, list) or not self.source["parallel"]
+        single = isinstance(names, list) or not source["parallel"]
         more = EMPTY if single else repeat(again, 0, None)
-        return self.parts.rules.add(sequence(body, more, literal(form.close)))
+        return self.rules.add(sequence(body, more, literal(form.close)))
 
     def _arguments(self, schema: Any, strict: bool) -> Node:
         if strict:
-            return self.parts.json(schema)
+            return self.json(schema)
         try:
-            return self.parts.json(schema, best_effort=True)
+            return self.json(schema, best_effort=True)
         except GrammarError:
-            return self.parts.json({"type": "object"})
+            return self.json({"type": "object"})

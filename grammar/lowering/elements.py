@@ -41,7 +41,6 @@ class Style:
 
     Args:
         start: What it starts with; `{key}` and `{type}` are those of the member.
-        end: What ends it.
         types: The name of each JSON type; empty if it is not written.
         nested: How a list's items start, where lists and objects are elements too.
         escaped: Whether `&`, `<`, `>` and `"` in keys are entities.
@@ -74,10 +73,6 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;"}
 
 def lower_elements(lowering: SchemaLowering, style: str) -> Node:
     """The expression of a schema's objects as elements.
-
-    Args:
-        lowering: Of the schema, which allows objects; its other values are not written.
-        style: A name in :data:`STYLES`.
 
     Raises:
         GrammarError: names the keyword and its path; or the schema allows no object.
@@ -140,10 +135,8 @@ class _Elements:
     def _ways(self, start: str, shape: Shape, path: str) -> list[Node]:
         named = dict(zip(_KINDS, self.style.types, strict=False)).get(shape.kind, "")
         head, *more = map(literal, start.replace("{type}", named).split("\n"))
-        head, end = (
-            sequence(head, *(n for part in more for n in (_BREAK, part))),
-            literal(self.style.end),
-        )
+        head = sequence(head, *(n for part in more for n in (_BREAK, part)))
+        end = literal(self.style.end)
         if isinstance(shape, Strings):
             rest = self._text(shape, path)
             return [] if rest is None else [sequence(head, rest)]

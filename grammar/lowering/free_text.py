@@ -20,11 +20,9 @@ def free_text(rules: Rules, exits: Mapping[str, Node | None], may_end: bool) -> 
     """Any text in which none of the strings occurs, or that continues after the first one.
 
     Args:
-        rules: Receives the automaton's rules.
         exits: Non-empty strings; for each the expression that follows its first occurrence, or
             None if it must not occur. If several end at the same character, None wins, then the
             longest.
-        may_end: Whether text without any of them is complete.
 
     Returns:
         The expression.

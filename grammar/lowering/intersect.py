@@ -159,8 +159,7 @@ def tidy_object(shape: Objects, oracle: Document) -> Objects | None:
 
 
 def closed(shape: Objects, oracle: Document) -> Objects | None:
-    """An object with the members that its keywords name alone, where they close it; None if it is
-    empty."""
+    """An object with its stated members alone, where they close it; None if it is empty."""
     if not shape.closes:
         return shape
     others = (Keys(shape.stated, inverted=True), NOTHING)

@@ -8,7 +8,7 @@ from typing import Any
 
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node
-from overlap_spec.grammar.ir.rules import Rules, literal, sequence
+from overlap_spec.grammar.ir.rules import Rules, choice, literal, sequence
 
 # One line break and some indentation: enough for any pretty printer, too little for endless output.
 _BOUNDED = parse(r"\n?[ \t]{0,16}")
@@ -19,7 +19,6 @@ class Layout:
     """Where white space goes.
 
     Args:
-        rules: The grammar under construction.
         whitespace: `"compact"`, `"bounded"`, or the number of spaces of an indented form.
     """
 
@@ -31,25 +30,28 @@ class Layout:
         """Whether an expression depends on its nesting depth."""
         return isinstance(self.whitespace, int)
 
-    def opening(self, bracket: str, depth: int) -> Node:
-        """The opening bracket of a container whose members are at `depth`."""
-        return self._spaced(bracket, depth)
-
     def comma(self, depth: int) -> Node:
         """The separator of two members at `depth`."""
         return self._spaced(",", depth)
 
     def colon(self) -> Node:
         """The separator of key and value."""
-        if self.by_depth:
-            return literal(": ")
-        return self._spaced(":", 0)
+        return literal(": ") if self.by_depth else self._spaced(":", 0)
 
-    def closing(self, bracket: str, depth: int) -> Node:
-        """The closing bracket of a container at `depth`."""
-        if isinstance(self.whitespace, int):
-            return literal("\n" + " " * (self.whitespace * depth) + bracket)
-        return sequence(self._space(), literal(bracket))
+    def container(
+        self, brackets: str, depth: int, inside: Node | None, may_be_empty: bool
+    ) -> Node | None:
+        """An array or object at `depth`, of members inside or of none; None if it has neither."""
+        ways: list[Node] = []
+        if inside is not None:
+            if isinstance(self.whitespace, int):
+                closing = literal("\n" + " " * (self.whitespace * depth) + brackets[1])
+            else:
+                closing = sequence(self._space(), literal(brackets[1]))
+            ways.append(sequence(self._spaced(brackets[0], depth + 1), inside, closing))
+        if may_be_empty:
+            ways.append(literal(brackets))
+        return choice(ways) if ways else None
 
     def value(self, value: Any, depth: int) -> Node:
         """The text of a fixed value at `depth`."""

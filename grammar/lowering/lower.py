@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import Any
 
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.automata.regex_ast import Node
@@ -62,7 +61,7 @@ def _lowered(grammar: Grammar) -> tuple[Syntax, SchemaLowering | None]:
     if grammar.kind == "ebnf":
         return read(grammar.source), None
     if grammar.kind == "json_schema":
-        lowering = _schema(rules, grammar, json.loads(grammar.source))
+        lowering = SchemaLowering(rules, grammar, json.loads(grammar.source))
         return rules.syntax(lowering.start()), lowering
     return rules.syntax(_lower(rules, grammar)), None
 
@@ -78,17 +77,4 @@ def _lower(rules: Rules, grammar: Grammar) -> Node:
     if grammar.kind == "choice":
         return choice([literal(text) for text in json.loads(grammar.source)])
     schema = {"type": "object"} if grammar.kind == "json_object" else json.loads(grammar.source)
-    return _schema(rules, grammar, schema).start()
-
-
-def _schema(rules: Rules, grammar: Grammar, schema: Any) -> SchemaLowering:
-    return SchemaLowering(
-        schema,
-        grammar.whitespace,
-        grammar.best_effort,
-        rules,
-        grammar.apart,
-        any_order=grammar.key_order == "any",
-        formats=grammar.formats == "assertion",
-        closes_objects=grammar.additional_properties == "closed",
-    )
+    return SchemaLowering(rules, grammar, schema).start()

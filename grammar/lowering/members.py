@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.automata.regex_ast import EMPTY, Node
-from overlap_spec.grammar.ir.rules import Rules, choice, literal, repeat, sequence
+from overlap_spec.grammar.ir.rules import choice, repeat, sequence
 from overlap_spec.grammar.lowering.layout import Layout
 
 # Each member's rule refers to the next one's, and the backends' libraries follow rules by
@@ -16,8 +16,7 @@ MOST_NAMED = 1024
 
 @dataclass(frozen=True)
 class Member:
-    """A named or positional member: its expression (None if it is impossible), and whether it is
-    required."""
+    """A named or positional member; its expression is None where it is impossible."""
 
     rule: Node | None
     required: bool
@@ -35,18 +34,8 @@ class Tail:
 
 @dataclass
 class Members:
-    """Builds the rules of one container.
+    """Builds the rules of one container."""
 
-    Args:
-        rules: The grammar under construction.
-        layout: White space.
-        brackets: `"[]"` or `"{}"`.
-        depth: Nesting depth of the container.
-        least: Fewest members.
-        most: Most members, or None.
-    """
-
-    rules: Rules
     layout: Layout
     brackets: str
     depth: int
@@ -88,19 +77,14 @@ class Members:
             or self.least > need
             or not (self.most is None or (room is not None and room <= self.most))
         )
-        opening = self.layout.opening(self.brackets[0], self.depth + 1)
-        closing = self.layout.closing(self.brackets[1], self.depth)
         if not self._counts:
             self._from_the_end()
         inside = self._from(0, 0, True)
-        ways: list[Node] = [] if inside is None else [sequence(opening, inside, closing)]
-        if self.least == 0 and (positional or need == 0) and not (tail and tail.must):
-            ways.append(literal(self.brackets))
-        return choice(ways) if ways else None
+        empty = self.least == 0 and (positional or need == 0) and not (tail and tail.must)
+        return self.layout.container(self.brackets, self.depth, inside, empty)
 
     def _from_the_end(self) -> None:
-        """Make the rules that :meth:`_from` will ask for, last member first, so that its recursion
-        is as deep for a thousand members as for ten."""
+        """Make the rules last member first, so that :meth:`_from` never recurses deep."""
         required = (i for i, member in enumerate(self._members) if member.required)
         leading = next(required, len(self._members))
         for first, last in ((False, len(self._members)), (True, leading)):
@@ -114,7 +98,7 @@ class Members:
         key = (index, count if self._counts else 0, first)
         if key not in self._made:
             body = self._rest(index, count, first)
-            self._made[key] = body if body is None or body == EMPTY else self.rules.add(body)
+            self._made[key] = body if body is None or body == EMPTY else self.layout.rules.add(body)
         return self._made[key]
 
     def _rest(self, index: int, count: int, first: bool) -> Node | None:
@@ -162,11 +146,7 @@ class Members:
         return choice(ways) if ways else None
 
     def _around(
-        self,
-        tail: Tail,
-        before: tuple[int, int | None],
-        after: tuple[int, int | None],
-        first: bool,
+        self, tail: Tail, before: tuple[int, int | None], after: tuple[int, int | None], first: bool
     ) -> Node:
         comma = self.layout.comma(self.depth + 1)
         head = repeat(sequence(tail.every, comma), *before)

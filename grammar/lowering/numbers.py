@@ -102,7 +102,6 @@ def decimal_regex(bounds: Bounds, exponents: bool = True) -> str | None:
     """A regex for numbers inside the bounds; None if there are none.
 
     Args:
-        bounds: Of the numbers.
         exponents: Whether numbers may have one, where the bounds allow to tell their size.
     """
     if bounds.is_free:

@@ -9,12 +9,7 @@ from overlap_spec.grammar.automata.dfa import Dfa, Move, TooLargeError
 from overlap_spec.grammar.automata.regex import parse
 from overlap_spec.grammar.automata.regex_ast import Node
 from overlap_spec.grammar.lowering import keywords
-from overlap_spec.grammar.lowering.numbers import (
-    INTEGER,
-    Bounds,
-    decimal_regex,
-    integer_regex,
-)
+from overlap_spec.grammar.lowering.numbers import INTEGER, Bounds, decimal_regex, integer_regex
 from overlap_spec.grammar.lowering.shapes import Numbers
 
 _MOST_VALUES = 4096
@@ -35,8 +30,6 @@ def number_language(shape: Numbers, path: str, once: bool = False) -> Node | Dfa
     there are none.
 
     Args:
-        shape: The numbers.
-        path: Where they stand.
         once: Write each number in one form.
 
     Raises:

@@ -67,8 +67,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class FreeKeys:
-    """Free keys of one kind: the predicates that they match, and their texts (None means all
-    except the named keys)."""
+    """Free keys: the predicates that they match, and their texts (None: all but named ones)."""
 
     matches: frozenset[Predicate]
     texts: Dfa | None
@@ -76,15 +75,7 @@ class FreeKeys:
 
 @dataclass
 class ObjectWriter:
-    """Writes one object shape.
-
-    Args:
-        writer: Writes the members.
-        shape: The objects.
-        path: Their path in the schema document.
-        depth: Their nesting depth in the text.
-        once: How their members are written.
-    """
+    """Writes one object shape."""
 
     writer: Writer
     shape: Objects
@@ -146,7 +137,7 @@ class ObjectWriter:
         if writer.orders is not None and self.once is Once.NO:
             counts = shape.least, shape.most
             return writer.orders.object(members, tail, counts, self.depth, self.path)
-        build = Members(writer.rules, writer.layout, "{}", self.depth, shape.least, shape.most)
+        build = Members(writer.layout, "{}", self.depth, shape.least, shape.most)
         return build.object(members, tail)
 
     def _look(self) -> None:

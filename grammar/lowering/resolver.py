@@ -23,6 +23,7 @@ from overlap_spec.grammar.lowering.shapes import (
     Both,
     Consts,
     Doc,
+    Document,
     Expr,
     Found,
     Keys,
@@ -34,6 +35,7 @@ from overlap_spec.grammar.lowering.shapes import (
     path_of,
 )
 from overlap_spec.grammar.schemas.source import loads
+from overlap_spec.grammar.spec import Grammar
 
 _MOST_SHAPES = 512
 _MOST_MEETS = 100_000
@@ -45,21 +47,16 @@ class OpenError(GrammarError):
     """An expression that refers to itself without a member in between."""
 
 
-class Resolver:
-    """Reads one schema document; also the oracle for shapes.
+class Resolver(Document):
+    """Reads one schema document.
 
-    Args:
-        root: The document.
-        best_effort: Leave out a keyword that cannot be enforced, instead of refusing it.
-        formats: Whether `format` is held, rather than an annotation.
+    Attributes:
         closes_objects: Whether :meth:`written` leaves out members that no keyword names.
     """
 
-    def __init__(
-        self, root: Any, best_effort: bool, formats: bool = True, closes_objects: bool = False
-    ) -> None:
-        self.best_effort, self.formats = best_effort, formats
-        self.closes_objects = closes_objects
+    def __init__(self, root: Any, grammar: Grammar) -> None:
+        self.best_effort, self.formats = grammar.best_effort, grammar.formats == "assertion"
+        self.closes_objects = grammar.additional_properties == "closed"
         self.references = References(root)
         self._scope = self.references.start
         self.contains_evaluates = self._scope.resource.draft > 2019
@@ -161,7 +158,6 @@ class Resolver:
         return plain
 
     def target(self, keyword: str, reference: str, path: str) -> Expr:
-        """What a reference keyword of the document that is being read points to."""
         find = self.references.target if keyword == "$ref" else self.references.dynamic_target
         node, scope = find(reference, path, self._scope)
         return self._expr(node, path, scope)
@@ -257,18 +253,13 @@ class Resolver:
             return [shape]
         return [_structure(json.loads(text), self.expr) for _, text in shape.values]
 
-    # The schema oracle.
-
     def holds(self, shape: Shape, text: str) -> bool:
-        """Whether a shape contains a value, given as JSON text."""
         return contains_value(shape, loads(text), self)
 
     def has(self, expr: Expr, value: Any) -> bool:
-        """Whether an expression contains a value, with numbers as Decimal."""
         return expr == ANY or any(contains_value(s, value, self) for s in self.shapes(expr))
 
     def has_key(self, keys: Keys, name: str) -> bool:
-        """Whether a set of keys contains a name."""
         found = (
             name in keys.names
             or any(Pattern(pattern, "schema").matches(name) for pattern in keys.patterns)

@@ -36,44 +36,29 @@ from overlap_spec.grammar.lowering.shapes import (
 )
 from overlap_spec.grammar.lowering.strings import string_language
 from overlap_spec.grammar.lowering.values import Once, Values
+from overlap_spec.grammar.spec import Grammar
 
 _DEEPEST = 200
 _DEEPEST_INDENT = 24
 
 
 class SchemaLowering:
-    """Lowers one schema document.
+    """Lowers one schema document, already checked against its metaschema.
+
+    Items and keys that must differ, and that no rules keep apart, are left to a matcher where the
+    grammar is :attr:`apart`; :attr:`looks` tells whether there are such. In any order are members
+    but inside items that must differ.
 
     Args:
-        root: The document, already checked against its metaschema.
-        whitespace: As in `Grammar`.
-        best_effort: Leave out keywords that cannot be enforced, instead of refusing them.
-        rules: Receives the rules.
-        apart: Leave items and keys that must differ, and that no rules keep apart, to a matcher
-            that looks at them; :attr:`looks` tells whether there are such.
-        any_order: Write members in any order, but inside items that must differ.
-        formats: Whether `format` is held, rather than an annotation.
-        closes_objects: Whether an object that names members has no others, unless it says so.
+        grammar: Its options.
+        root: The document.
     """
 
-    def __init__(
-        self,
-        root: Any,
-        whitespace: str | int,
-        best_effort: bool,
-        rules: Rules,
-        apart: bool = False,
-        any_order: bool = False,
-        formats: bool = True,
-        closes_objects: bool = False,
-    ) -> None:
-        self.root = root
-        self.rules = rules
-        self.layout = Layout(self.rules, whitespace)
-        self.orders = Orders(self.rules, self.layout) if any_order else None
-        self.best_effort = best_effort
-        self.apart, self.looks = apart, False
-        self.resolver = Resolver(root, best_effort, formats, closes_objects)
+    def __init__(self, rules: Rules, grammar: Grammar, root: Any) -> None:
+        self.root, self.rules, self.layout = root, rules, Layout(rules, grammar.whitespace)
+        self.orders = Orders(self.layout) if grammar.key_order == "any" else None
+        self.best_effort, self.apart, self.looks = grammar.best_effort, grammar.apart, False
+        self.resolver = Resolver(root, grammar)
         self.values = Values(self.resolver)
         self._known: dict[tuple[Expr, int, Once], Node | None] = {}
         self._recursive: set[tuple[Expr, int, Once]] = set()

@@ -151,10 +151,7 @@ class Objects:
     Args:
         named: Values of named members, in the order in which they are written.
         rules: Values of all members whose key is in a set.
-        required: Keys that must be present.
         some: For each pair, at least one member with its key and value in them.
-        least: Fewest members.
-        most: Most members, or None.
         stated: Names that keywords state. Read where objects are closed by default alone.
         closes: Whether no other member may be written: true if `properties` names some, false if a
             keyword says what others are, None if no keyword says either.

@@ -39,11 +39,6 @@ def string_language(
     those that hold some character, or an automaton over the characters if there is none of these;
     None if no string is valid.
 
-    Args:
-        shape: The strings.
-        path: Where they stand.
-        escape: Writes the characters of an expression.
-
     Raises:
         GrammarError: a pattern that is not supported, or that needs too large an automaton.
     """

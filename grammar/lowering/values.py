@@ -46,9 +46,10 @@ class Values:
         """Whether an expression surely has infinitely many values."""
         if expr == ANY:
             return True
-        return any(self._infinite(shape) for shape in self._shapes(expr))
+        return any(map(self.shape_is_infinite, self._shapes(expr)))
 
-    def _infinite(self, shape: Shape) -> bool:
+    def shape_is_infinite(self, shape: Shape) -> bool:
+        """The same of a shape."""
         if isinstance(shape, Strings):
             return is_endless(shape)
         if isinstance(shape, Numbers):
@@ -56,8 +57,7 @@ class Values:
         return isinstance(shape, Arrays | Objects) and self.is_open(shape)
 
     def is_open(self, shape: Shape) -> bool:
-        """Whether an array or object can surely go on to infinitely many values from any place
-        inside it."""
+        """Whether an array or object can surely go on for ever from any place inside it."""
         if isinstance(shape, Arrays):
             free = shape.most is None and not shape.contains
             return free and self.infinite(shape.rest)
@@ -119,7 +119,7 @@ class Values:
         return self._objects(shape) if isinstance(shape, Objects) else 0
 
     def _numbers(self, shape: Numbers) -> int:
-        if self._infinite(shape):
+        if self.shape_is_infinite(shape):
             return MANY
         low, high = shape.bounds.integers()
         if low is None or high is None:

@@ -9,11 +9,7 @@ from overlap_spec.grammar.matching import walk
 
 
 class Around(Matcher):
-    """What a matcher has of the one inside it: all but what it narrows.
-
-    Args:
-        inner: The matcher inside.
-    """
+    """What a matcher has of the one inside it: all but what it narrows."""
 
     def __init__(self, inner: Matcher) -> None:
         self.vocabulary, self.inner = inner.vocabulary, inner

@@ -13,11 +13,7 @@ from overlap_spec.grammar.rows import flags_of
 
 
 class Follower:
-    """One text's matcher; what was accepted and is no longer in the text is rolled back.
-
-    Args:
-        compiled: The text's grammar.
-    """
+    """One text's matcher; what was accepted and is no longer in the text is rolled back."""
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self._matcher = compiled.matcher()

@@ -6,11 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from overlap_spec.grammar.contract import Links, Matcher, Row
 from overlap_spec.grammar.matching import walk
-from overlap_spec.grammar.rows import which_allowed
 from overlap_spec.grammar.vocabulary import Vocabulary
 
 State = TypeVar("State")
@@ -34,28 +31,11 @@ class Automaton(ABC, Generic[State]):
     def row(self, state: State) -> Row:
         """The mask row of a state without stop tokens; callers must not write to it."""
 
-    def forced(self, state: State) -> bytes:
-        """Bytes with which every text goes on after a state; none where the vocabulary lacks the
-        token of some byte."""
-        found = bytearray()
-        tokens = self.vocabulary.byte_tokens
-        if (tokens < 0).any():
-            return b""
-        while len(found) < walk.LONGEST_FORCED and not self.is_final(state):
-            (ahead,) = np.nonzero(which_allowed(self.row(state), tokens))
-            after = self.after(state, int(tokens[ahead[0]])) if len(ahead) == 1 else None
-            if after is None:
-                break
-            found.append(int(ahead[0]))
-            state = after
-        return bytes(found)
-
 
 class StateMatcher(Matcher, Generic[State]):
     """A path through an automaton; rollback truncates it.
 
     Args:
-        automaton: The grammar.
         path: The state after each token, the start first; None after a stop token.
     """
 
@@ -95,10 +75,7 @@ class StateMatcher(Matcher, Generic[State]):
         walk.fill_tree(self, tokens, first_child, next_sibling, rows)
 
     def forced_bytes(self, path: Sequence[int] = ()) -> bytes:
-        here = self._path[-1]
-        for token in path:
-            here = None if here is None else self._automaton.after(here, token)
-        return b"" if here is None else self._automaton.forced(here)
+        return walk.forced_bytes(self, path)
 
     @property
     def is_terminated(self) -> bool:

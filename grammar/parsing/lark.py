@@ -150,11 +150,14 @@ class _Reader:
         if self.take(mark) is None:
             raise _error(self.next.line, f"{mark!r} is missing before {self.next.text!r}")
 
-    def take_name(self) -> _Token:
-        if self.next.kind != "name":
-            raise _error(self.next.line, f"a name is missing before {self.next.text!r}")
+    def take_kind(self, kind: str) -> _Token:
+        if self.next.kind != kind:
+            raise _error(self.next.line, f"a {kind} is missing before {self.next.text!r}")
         self.at += 1
         return self.tokens[self.at - 1]
+
+    def take_name(self) -> _Token:
+        return self.take_kind("name")
 
     def read(self) -> None:
         """Read all statements."""
@@ -268,10 +271,7 @@ class _Reader:
         return Repetition(atom, least, most)
 
     def number(self) -> int:
-        if self.next.kind != "number":
-            raise _error(self.next.line, f"a number is missing before {self.next.text!r}")
-        self.at += 1
-        return int(self.tokens[self.at - 1].text)
+        return int(self.take_kind("number").text)
 
     def atom(self, inside: bool) -> Node:
         token = self.next

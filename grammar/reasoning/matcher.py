@@ -35,10 +35,6 @@ def wrap(inner: CompiledGrammar, grammar: Grammar) -> CompiledGrammar:
 
     Takes about a millisecond, and some 60 ms for the first grammar with the same markers with a
     vocabulary of 131,072 (call `tables.marker_tokens` in advance if that matters).
-
-    Args:
-        inner: `grammar.inner`, compiled by any backend.
-        grammar: As made by `Grammar.after_thinking`.
     """
     source = json.loads(grammar.source)
     return ReasoningGrammar(inner, source["end"].encode(), (source["begin"] or "").encode())
@@ -55,7 +51,6 @@ class ReasoningGrammar(CompiledGrammar):
     """A compiled grammar after thinking.
 
     Args:
-        inner: The grammar after the thinking.
         end: Bytes of the marker that ends the thinking.
         begin: Bytes of the marker that opens it, if thinking is optional; else empty.
     """

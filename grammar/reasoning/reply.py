@@ -19,7 +19,6 @@ class ReasoningFormat:
 
     Args:
         begin: Opens it; some chat templates put it into the prompt.
-        end: Closes it.
         opens_inside: Whether a reply without `begin` starts inside the thinking, because the
             template has opened it or the model always thinks. If not, a reply thinks only if it
             starts with `begin`.
@@ -138,7 +137,6 @@ def answer_of(source: str, text: str) -> str:
 
     Args:
         source: The source of a grammar of kind `after_thinking`.
-        text: The whole output.
 
     Raises:
         ValueError: the thinking has no end.

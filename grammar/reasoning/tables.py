@@ -54,7 +54,6 @@ class MarkerTokens:
         free_row: int32 `(words,)`, all tokens of text; no stop token.
         crossing: For each state (bytes of `end` read so far), the tokens that complete `end`, each
             with the bytes after it.
-        breaks: Tokens that begin with a line break.
         heads: For each state of `begin`, which may be empty, the tokens that continue it; see
             `_head`.
     """
@@ -102,8 +101,7 @@ class MarkerTokens:
         return {token: rest for token, (_, found, rest) in seen if found}
 
     def _head(self, left: bytes, tokens: list[int]) -> dict[int, bytes | None]:
-        """Tokens that continue with the rest of `begin`, each with the bytes after it; None if it
-        does not end in the token."""
+        """Tokens that go on in `begin`, each with the bytes after it, None where it goes on."""
         found: dict[int, bytes | None] = {}
         for token in tokens:
             text = self.vocabulary.text[token]

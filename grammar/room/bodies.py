@@ -22,10 +22,6 @@ _Item = tuple[int, ...]
 class Body:
     """A rule none of whose texts begins with another.
 
-    Args:
-        moves: As kept.
-        rules: As kept.
-
     Attributes:
         moves: int16 `(states + 2, 256)`: the state after each byte; 0 is the first one, the last is
             the end of a text, and the last but one that of no text.
@@ -47,86 +43,74 @@ class Body:
         self.begins = moves[0] != self.end - 1
 
 
-class Bodies:
-    """The rules of a grammar that are bodies, found when they are asked for."""
-
-    def __init__(self, graph: RuleGraph) -> None:
-        self._graph = graph
-        self._known: dict[int, Body | None] = {}
-
-    def of(self, rule: int) -> Body | None:
-        """A rule as a body; None: some text of it begins with another, or it is too large or too
-        small to be looked at."""
-        if rule not in self._known:
-            self._known[rule] = self._make(rule)
-        return self._known[rule]
-
-    def _make(self, rule: int) -> Body | None:
-        graph, rules = self._graph, {rule}
-        first = self._closure([(graph.starts[rule],)], rules)
-        if first is None or () in first:
-            return None
-        if sum(high + 1 - low for low, high, _ in self._edges(first)) < LEAST_BYTES:
-            return None
-        numbers, rows, found = {first: 0}, [], [first]
-        for state in found:
-            edges = self._edges(state)
-            row = np.full(256, -2, np.int16)
-            cuts = sorted({low for low, _, _ in edges} | {high + 1 for _, high, _ in edges})
-            for low, end in itertools.pairwise(cuts):
-                items = [item for a, b, item in edges if a <= low <= b]
-                if not items:
-                    continue
-                after = self._closure(items, rules)
-                if after is None:
-                    return None
-                if () in after:
-                    if len(after) > 1:
-                        return None
-                    row[low:end] = -1
-                    continue
-                if after not in numbers:
-                    numbers[after] = len(found)
-                    found.append(after)
-                row[low:end] = numbers[after]
-            rows.append(row)
-            if len(found) > MOST_STATES:
-                return None
-        moves = np.stack([*rows, *np.full((2, 256), -2, np.int16)])
-        moves[moves < 0] += len(moves)
-        return Body(moves, frozenset(rules))
-
-    def _edges(self, state: frozenset[_Item]) -> list[tuple[int, int, _Item]]:
-        return [
-            (low, high, (target, *item[1:]))
-            for item in state
-            if item
-            for low, high, target in self._graph.edges[item[0]]
-        ]
-
-    def _closure(self, items: list[_Item], rules: set[int]) -> frozenset[_Item] | None:
-        """Where positions lead without a byte; `()` is the end of a text. None: too far."""
-        graph = self._graph
-        seen, pending = set(items), [*items]
-
-        def add(item: _Item) -> None:
-            if item not in seen:
-                seen.add(item)
-                pending.append(item)
-
-        while pending:
-            item = pending.pop()
-            if not item:
+def body_of(graph: RuleGraph, rule: int) -> Body | None:
+    """A rule as a body; None: a text begins with another, or it is too large or too small."""
+    rules = {rule}
+    first = _closure(graph, [(graph.starts[rule],)], rules)
+    if first is None or () in first:
+        return None
+    if sum(high + 1 - low for low, high, _ in _edges(graph, first)) < LEAST_BYTES:
+        return None
+    numbers, rows, found = {first: 0}, [], [first]
+    for state in found:
+        edges = _edges(graph, state)
+        row = np.full(256, -2, np.int16)
+        cuts = sorted({low for low, _, _ in edges} | {high + 1 for _, high, _ in edges})
+        for low, end in itertools.pairwise(cuts):
+            items = [item for a, b, item in edges if a <= low <= b]
+            if not items:
                 continue
-            node, *outer = item
-            for (target,) in graph.steps[node]:
-                add((target, *outer))
-            for called, back in graph.calls[node]:
-                rules.add(called)
-                add((graph.starts[called], back, *outer))
-            if node in graph.ends:
-                add(tuple(outer))
-            if len(seen) > MOST_ITEMS or len(item) > MOST_DEPTH:
+            after = _closure(graph, items, rules)
+            if after is None:
                 return None
-        # What no byte leads on from is left out.
-        return frozenset(item for item in seen if not item or graph.edges[item[0]])
+            if () in after:
+                if len(after) > 1:
+                    return None
+                row[low:end] = -1
+                continue
+            if after not in numbers:
+                numbers[after] = len(found)
+                found.append(after)
+            row[low:end] = numbers[after]
+        rows.append(row)
+        if len(found) > MOST_STATES:
+            return None
+    moves = np.stack([*rows, *np.full((2, 256), -2, np.int16)])
+    moves[moves < 0] += len(moves)
+    return Body(moves, frozenset(rules))
+
+
+def _edges(graph: RuleGraph, state: frozenset[_Item]) -> list[tuple[int, int, _Item]]:
+    return [
+        (low, high, (target, *item[1:]))
+        for item in state
+        if item
+        for low, high, target in graph.edges[item[0]]
+    ]
+
+
+def _closure(graph: RuleGraph, items: list[_Item], rules: set[int]) -> frozenset[_Item] | None:
+    """Where positions lead without a byte; `()` is the end of a text. None: too far."""
+    seen, pending = set(items), [*items]
+
+    def add(item: _Item) -> None:
+        if item not in seen:
+            seen.add(item)
+            pending.append(item)
+
+    while pending:
+        item = pending.pop()
+        if not item:
+            continue
+        node, *outer = item
+        for (target,) in graph.steps[node]:
+            add((target, *outer))
+        for called, back in graph.calls[node]:
+            rules.add(called)
+            add((graph.starts[called], back, *outer))
+        if node in graph.ends:
+            add(tuple(outer))
+        if len(seen) > MOST_ITEMS or len(item) > MOST_DEPTH:
+            return None
+    # What no byte leads on from is left out.
+    return frozenset(item for item in seen if not item or graph.edges[item[0]])

@@ -16,6 +16,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from overlap_spec.errors import GrammarError
 from overlap_spec.grammar.ir.reach import ENDLESS
-from overlap_spec.grammar.room.bodies import Bodies, Body
+from overlap_spec.grammar.room.bodies import Body, body_of
 from overlap_spec.grammar.room.graph import RuleGraph
 from overlap_spec.grammar.room.rules import Ints, RoomRules
 from overlap_spec.grammar.room.trie import Repeats, TokenTrie
@@ -85,7 +86,6 @@ class Entry(NamedTuple):
     """How tokens that are bodies of one repetition lead on from a place.
 
     Attributes:
-        body: Of the repetition.
         after: The place behind the first one; `Place.lead` tells the next ones.
         others: First bytes of bodies that may lead elsewhere.
     """
@@ -99,7 +99,6 @@ class Step(NamedTuple):
     """What one token can do at a place.
 
     Attributes:
-        places: The places that tokens lead to.
         kinds: int16 `(size,)`: of each token its kind, -1 or above; or there are none.
         of_kind: int64 `(n + 1,)`: of each kind, the number of the place behind such tokens, -1:
             there is none; the last is that of -1.
@@ -162,10 +161,6 @@ class Step(NamedTuple):
 class Chart:
     """The places of a grammar that were come to so far; safe to share between threads.
 
-    Args:
-        rules: Of the grammar.
-        trie: Of the vocabulary.
-
     Raises:
         GrammarError: the grammar is too large to be followed.
     """
@@ -173,7 +168,7 @@ class Chart:
     def __init__(self, rules: RoomRules, trie: TokenTrie) -> None:
         self.trie, self.lock = trie, threading.RLock()
         self._graph = RuleGraph(rules)
-        self._bodies = Bodies(self._graph)
+        self._body_of = cache(partial(body_of, self._graph))
         self._rests: list[int] = rules.rests.tolist()
         self._nullable = [bool(flag) for flag in rules.nullable.tolist()]
         self._rules_bytes = 8 * sum(part.nbytes for part in rules)
@@ -243,13 +238,12 @@ class Chart:
         """Look at the bodies of repetitions, for masks to come."""
         for rule in range(min(len(self._graph.starts), PREPARED_RULES)):
             with self.lock:
-                body = self._bodies.of(rule)
+                body = self._body_of(rule)
             if body is not None:
                 self.trie.repeats(body.moves)
 
     def entry(self, here: Place) -> Entry | None:
-        """How tokens that are bodies of one repetition lead on from a place; None: they are not
-        told apart so."""
+        """How tokens that are bodies of one repetition lead on from a place; None: not told so."""
         if not here.is_entered:
             here.entry, here.is_entered = _find_entry(self, here), True
         return here.entry
@@ -260,7 +254,7 @@ class Chart:
         if not here.is_led:
             here.is_led = True
             for rule, waiting in here.waiting.items():
-                body = self._bodies.of(rule) if len(waiting) == 1 else None
+                body = self._body_of(rule) if len(waiting) == 1 else None
                 if body is not None and _is_alone(here, rule, body, self._graph.rule_of):
                     after = self._named(set(waiting))
                     if after is not None:
@@ -420,13 +414,7 @@ class Chart:
 
 
 class _Reading:
-    """Tokens read at a place, to be a step.
-
-    Args:
-        chart: Of the place.
-        here: The place.
-        repeats: What tells of most of the tokens, once it is entered.
-    """
+    """Tokens read at a place, to be a step."""
 
     def __init__(self, chart: Chart, here: Place, repeats: Repeats | None = None) -> None:
         self._chart, self._here, self._repeats = chart, here, repeats

@@ -40,13 +40,11 @@ class RoomMatcher(Around):
     """One request's position, and how much room it has left.
 
     Args:
-        inner: A matcher at the start.
         room: Of its grammar; where its rules are not there, the text must have time
             (:meth:`Room.is_early`).
         most_tokens: That the text may have; :func:`least_tokens` must fit.
 
     Attributes:
-        inner: As given, at the same position.
         chart: Of the grammar's places, once the end of the room is looked at.
     """
 
@@ -127,11 +125,7 @@ class RoomMatcher(Around):
 
     def least(self, tokens: int) -> int | None:
         """Tokens that are enough from the start for a text that the inner matcher takes to its end;
-        None: not found.
-
-        Args:
-            tokens: As far as the rules tell.
-        """
+        None: not found."""
         chart = self._chart_now()
         assert chart is not None
         for more in range(MOST_MORE):
@@ -217,8 +211,7 @@ class RoomMatcher(Around):
         return np.array([fits(place) for place in step.places], np.bool_)
 
     def _try(self, chart: Chart, row: Row, kept: Row, step: Step, room: int) -> None:
-        """Add to a row the tokens with little to spare behind which the inner matcher takes a rest
-        that fits."""
+        """Add tokens with little to spare behind which the inner matcher takes a rest that fits."""
         needs = np.array([chart.tokens(place) for place in step.places], np.int64)
         asked = step.row(needs <= room, row) & ~kept
         left = [TRIED_STEPS]

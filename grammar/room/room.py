@@ -31,13 +31,10 @@ class Room:
     reach is enough.
 
     Args:
-        reach: Of the grammar.
-        vocabulary: Of its matchers.
         apart: Whether items or keys must differ, which the rules do not tell.
         make: Starts to make the rules.
 
     Attributes:
-        trie: Of the vocabulary.
         spells: Whether the vocabulary has a token for every byte.
     """
 

@@ -107,11 +107,6 @@ def room_rules(
 ) -> RoomRules:
     """The rules of a grammar.
 
-    Args:
-        syntax: In rules alone.
-        thinking: What stands before it.
-        most_nodes: Of the rules.
-
     Raises:
         GrammarError: it is too large.
     """
@@ -148,8 +143,7 @@ def room_rules(
 
 
 def _shared(syntax: Syntax) -> Syntax:
-    """The same grammar with what takes many nodes and stands in many places in rules of its own:
-    bodies of repetitions, and characters of several bytes."""
+    """The same grammar with the large parts that stand in many places in rules of their own."""
     parts: dict[Node, Ref] = {}
     unread: list[Node] = []
 

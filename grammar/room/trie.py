@@ -11,6 +11,7 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from overlap_spec.caches import newest
 from overlap_spec.grammar.rows import packed
 from overlap_spec.grammar.vocabulary import Vocabulary
 
@@ -27,13 +28,8 @@ class Repeats:
     """Which tokens are texts of one language, one after the other.
 
     Args:
-        texts: Of the tokens.
-        words: Of a mask row.
         counts: int16 `(size,)`: of how many texts each token is made; -1: it is not.
         passed, cuts: int16 `(size,)`: of how many its longest such beginning is, and its bytes.
-
-    Attributes:
-        most: The most of the counts.
     """
 
     texts: tuple[bytes, ...]
@@ -87,11 +83,8 @@ class TokenTrie:
     """A tree of the texts of tokens; node 0 is its root, and stands for tokens without text.
 
     Attributes:
-        nodes: How many there are.
         levels: For each depth, its first node, and the parent and the byte of each of its nodes.
         node_of: int64 `(size,)`: the node of each token's text.
-        texts: Of the tokens.
-        by_text: Texts of tokens.
         longest: Bytes of the longest token.
     """
 
@@ -135,16 +128,8 @@ class TokenTrie:
         Args:
             moves: int16 `(states, 256)`: an automaton, as `Body.moves`.
         """
-        name = moves.tobytes()
         with self._lock:
-            found = self._repeats.get(name)
-            if found is None:
-                found = self._repeats[name] = self._read(moves)
-                if len(self._repeats) > BODIES:
-                    self._repeats.popitem(last=False)
-            else:
-                self._repeats.move_to_end(name)
-        return found
+            return newest(self._repeats, moves.tobytes(), lambda: self._read(moves), BODIES)
 
     def _read(self, moves: npt.NDArray[np.int16]) -> Repeats:
         end = len(moves) - 1

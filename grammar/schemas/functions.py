@@ -19,9 +19,8 @@ _NAMELESS = (
 )
 
 
-def is_function(value: Any) -> bool:
-    """Whether a value is a function or a method, and no type."""
-    return inspect.isroutine(value)
+# Whether a value is a function or a method, and no type.
+is_function = inspect.isroutine
 
 
 def arguments_type(function: Function) -> Any:

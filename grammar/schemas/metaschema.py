@@ -122,10 +122,6 @@ def _is_pattern(text: Any) -> bool:
     return not isinstance(text, str) or re.compile(explicit(text, "ecma")) is not None
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -141,9 +137,7 @@ def _is_names(value: Any) -> bool:
 
 def _are_plain(values: list[Any]) -> bool:
     """Whether all are texts, whole numbers or null, and differ."""
-    return all(type(v) in (str, int, type(None)) for v in values) and len(set(values)) == len(
-        values
-    )
+    return all(type(v) in (str, int, type(None)) for v in values) and len({*values}) == len(values)
 
 
 def _is_type(value: Any) -> bool:
@@ -160,7 +154,7 @@ def _compiles(value: Any) -> bool:
 
 
 _VALUES: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("$comment", "description", "format", "title"), _is_text),
+    **dict.fromkeys(("$comment", "description", "format", "title"), lambda v: isinstance(v, str)),
     **dict.fromkeys(
         ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"), _is_number
     ),
@@ -195,8 +189,7 @@ _OTHERS = frozenset((
 
 
 def _is_surely_valid(document: Any) -> bool:
-    """Whether a document is valid under each of the dialects that agree; False if that takes more
-    than a look at each value."""
+    """Whether a document is valid in all dialects that agree, as far as a look tells."""
     pending: list[tuple[Any, int]] = [(document, 0)]
     while pending:
         schema, depth = pending.pop()

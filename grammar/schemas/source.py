@@ -12,10 +12,6 @@ from overlap_spec.errors import GrammarError
 def check_text(kind: str, text: str) -> None:
     """Check that a grammar's source is text that UTF-8 can encode.
 
-    Args:
-        kind: The grammar's kind, for the error.
-        text: Its source.
-
     Raises:
         GrammarError: a surrogate without its partner.
     """

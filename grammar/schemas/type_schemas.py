@@ -141,12 +141,8 @@ class TypeSchemas(GenerateJsonSchema):
             return number
         most = 28 if places is None and digits is None else places or 0
         before = f"(0|[1-9][0-9]{{0,{whole - 1}}})" if whole else "0"
-        return {
-            "anyOf": [
-                number,
-                _pattern(f"-?{before}" + (rf"(\.[0-9]{{1,{most}}})?" if most else "")),
-            ]
-        }
+        text = f"-?{before}" + (rf"(\.[0-9]{{1,{most}}})?" if most else "")
+        return {"anyOf": [number, _pattern(text)]}
 
 
 def _schemes(allowed: list[str] | None) -> str:

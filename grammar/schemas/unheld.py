@@ -27,14 +27,7 @@ MOST_WARNINGS = 16
 
 
 def warnings_of(schema: Any, path: str = "$", formats: bool = True) -> tuple[str, ...]:
-    """A warning for each thing that is not held, with the first path that has it; at most
-    :data:`MOST_WARNINGS`.
-
-    Args:
-        schema: Valid under its metaschema.
-        path: Where it stands.
-        formats: Whether formats are to be held.
-    """
+    """At most :data:`MOST_WARNINGS`, one for each thing that is not held, at its first path."""
     found: dict[str, str] = {}
     for here, one, draft in schemas_in(schema, path):
         name = one.get("format")

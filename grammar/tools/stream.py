@@ -68,9 +68,6 @@ class CallStream:
     Text that may become a call is held back until that is decided, so that no part of a call's
     markers is ever emitted as content. Content, names and arguments do not depend on where the
     pieces are cut. A malformed call, which free generation can produce, is content.
-
-    Args:
-        format: A name as for `formats.load_format`, or the format.
     """
 
     def __init__(self, format: str | ToolFormat) -> None:

@@ -31,7 +31,6 @@ def read(tokenizer: Any, as_text: Collection[str]) -> Tokens:
     """The tokens of a tokenizer, whose class tells the library.
 
     Args:
-        tokenizer: An object of one of the libraries.
         as_text: Contents of special tokens that count as text.
 
     Raises:

@@ -9,8 +9,7 @@ from overlap_spec.grammar.vocabularies import Tokens
 
 
 def read(tokenizer: Any, as_text: Collection[str]) -> Tokens:
-    """As `vocabularies.read`. Tokens of over 32 bytes, which the library does not tell, are not
-    allowed."""
+    """As `vocabularies.read`; tokens of over 32 bytes, which are not told, are not allowed."""
     # llama.cpp's own, also where the model was given another.
     own = tokenizer.tokenizer()
     found = Tokens({}, stop={tokenizer.token_eos()})
