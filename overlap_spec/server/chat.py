@@ -34,6 +34,7 @@ from overlap_spec.server.protocol import (
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Serving,
     fan_out,
     findings,
@@ -270,16 +271,10 @@ async def chat_completions(service: Serving, body: ChatBody, http: HttpRequest) 
     label = body.own_id("chatcmpl-") or new_id("chatcmpl-")
     service.check_choices(count)
     chat = await service.run_until_disconnect(http, Conversation.prepare(service, body.task))
-    return await service.answer(
-        http,
-        ChatFormatter(chat, body, label, model),
-        fan_out([chat.request], count),
-        [label] * count,
-        chat.field,
-        stream=body.stream,
-        id_field=body.id_field,
-        model=model,
-    )
+    requests = fan_out([chat.request], count)
+    group = RequestGroup([label] * count, requests, chat.field, body.id_field)
+    shown = ChatFormatter(chat, body, label, model)
+    return await service.answer(http, shown, group, stream=body.stream, model=model)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from overlap_spec.server.protocol import (
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Service,
     Serving,
     check_repeated,
@@ -114,16 +115,10 @@ async def completions(service: Serving, body: CompletionBody, http: HttpRequest)
     service.check_choices(len(prompts) * count)
     requests, field = await service.run_until_disconnect(http, _prepare(service, body, prompts))
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
-    return await service.answer(
-        http,
-        CompletionFormatter(service.engine.tokenizer, body, head, requests),
-        fan_out(requests, count),
-        [label] * len(requests) * count,
-        field,
-        stream=body.stream,
-        id_field=body.id_field,
-        model=model,
-    )
+    shown = CompletionFormatter(service.engine.tokenizer, body, head, requests)
+    all_of_them = fan_out(requests, count)
+    group = RequestGroup([label] * len(all_of_them), all_of_them, field, body.id_field)
+    return await service.answer(http, shown, group, stream=body.stream, model=model)
 
 
 async def _prepare(

@@ -30,6 +30,7 @@ from overlap_spec.server.protocol import (
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Serving,
     findings,
     interleaved,
@@ -332,9 +333,8 @@ async def messages(service: Serving, body: MessagesBody, http: HttpRequest) -> R
     is_cut = body.max_tokens > chat.request.max_tokens
     request = replace(chat.request, max_tokens=min(body.max_tokens, chat.request.max_tokens))
     shown = MessageFormatter(chat, label, model, is_cut)
-    return await service.answer(
-        http, shown, [request], [label], chat.field, stream=body.stream, model=model
-    )
+    group = RequestGroup([label], [request], chat.field)
+    return await service.answer(http, shown, group, stream=body.stream, model=model)
 
 
 @router.post("/v1/messages/count_tokens")

@@ -30,6 +30,7 @@ from overlap_spec.server.protocol import (
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Serving,
     findings,
     interleaved,
@@ -412,9 +413,8 @@ async def responses(service: Serving, body: ResponsesBody, http: HttpRequest) ->
         raise InvalidRequest(message, field)
     chat = await service.run_until_disconnect(http, Conversation.prepare(service, body.task))
     shown = ResponseFormatter(chat, body, label, model)
-    return await service.answer(
-        http, shown, [chat.request], [label], chat.field, stream=body.stream, model=model
-    )
+    group = RequestGroup([label], [chat.request], chat.field)
+    return await service.answer(http, shown, group, stream=body.stream, model=model)
 
 
 @router.get("/v1/responses/{response_id}")

@@ -37,6 +37,7 @@ from overlap_spec.server.protocol import (
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Service,
     Serving,
     fan_out,
@@ -175,7 +176,8 @@ async def generate(service: Serving, body: GenerateBody, http: HttpRequest) -> R
     labels = [label for label, each in zip(labels, counts, strict=True) for _ in range(each)]
     is_single = single and len(requests) == 1
     shown = SGLangFormatter(service.engine.tokenizer, body, labels, is_single)
-    return await service.answer(http, shown, requests, labels, source, stream=body.stream)
+    group = RequestGroup(labels, requests, source)
+    return await service.answer(http, shown, group, stream=body.stream)
 
 
 def _labels(body: GenerateBody, count: int) -> list[str]:
