@@ -13,13 +13,7 @@ from rich.console import Console
 
 from overlap_spec.cli.flags import with_engine, with_flags
 from overlap_spec.cli.generate import check, loaded
-from overlap_spec.cli.request import (
-    CONSTRAINT_FLAGS,
-    KINDS,
-    SAMPLING_FLAGS,
-    ConstraintFlags,
-    take,
-)
+from overlap_spec.cli.request import CONSTRAINT_FLAGS, KINDS, SAMPLING_FLAGS, ConstraintFlags, take
 from overlap_spec.cli.terminal import coloured, legend, stops
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import OverlapSpecError, RequestFailed

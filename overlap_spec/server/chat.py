@@ -14,12 +14,7 @@ from starlette.responses import Response
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.conversation import ChatAssembler, Conversation
-from overlap_spec.server.logprobs import (
-    chat_logprobs,
-    cut_stop,
-    prompt_logprobs,
-    without_stop,
-)
+from overlap_spec.server.logprobs import chat_logprobs, cut_stop, prompt_logprobs, without_stop
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol import (
     CACHED,

@@ -17,13 +17,7 @@ from overlap_spec.engine.input_processor import check_prompt_logprobs
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.logprobs import prompt_logprobs, text_logprobs
 from overlap_spec.server.origins import TokenOrigins
-from overlap_spec.server.protocol import (
-    MOST_ENTRIES,
-    Count,
-    Items,
-    OpenAIBody,
-    Top,
-)
+from overlap_spec.server.protocol import MOST_ENTRIES, Count, Items, OpenAIBody, Top
 from overlap_spec.server.service import (
     STREAMS,
     Format,

@@ -18,12 +18,7 @@ from overlap_spec.grammar.isolation.jobs import Read
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.spec import AdditionalProperties, Grammar
-from overlap_spec.server.protocol import (
-    Constraint,
-    GenerationBody,
-    OpenAIBody,
-    StructuredOutputs,
-)
+from overlap_spec.server.protocol import Constraint, GenerationBody, OpenAIBody, StructuredOutputs
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.server.task import (
     JsonObjectFormat,
