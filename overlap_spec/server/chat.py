@@ -183,11 +183,7 @@ class ChatBody(OpenAIBody, ChatFields, Unused):
     }
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """The sampling parameters; InvalidRequest where fields contradict each other."""
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise InvalidRequest(
@@ -203,11 +199,7 @@ class ChatBody(OpenAIBody, ChatFields, Unused):
         )
 
     def tool_ask(self) -> ToolAsk:
-        """The tools, or the older ``functions``.
-
-        Raises:
-            InvalidRequest: both.
-        """
+        """The tools, or the older ``functions``; InvalidRequest where both are sent."""
         if self.functions is None:
             if self.function_call is not None:
                 raise InvalidRequest("function_call goes with functions", "function_call")
@@ -231,11 +223,7 @@ class ChatBody(OpenAIBody, ChatFields, Unused):
         return self.continue_final_message is True
 
     def task(self) -> ChatTask:
-        """What the body asks for.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """What the body asks for; InvalidRequest where fields contradict each other."""
         return self.task_of(
             [_plain(message) for message in self.messages],
             self.sampling(),

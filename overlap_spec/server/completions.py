@@ -73,11 +73,7 @@ class CompletionBody(OpenAIBody):
     neutral: ClassVar[Mapping[str, Any]] = {**OpenAIBody.neutral, "suffix": ""}
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """The sampling parameters; InvalidRequest where fields contradict each other."""
         if self.tells_prompt and self.stream and (self.n or 1) > 1:
             raise InvalidRequest("echo with logprobs in a stream goes without n", "n")
         if self.max_tokens == 0 and (not self.echo or self.stream):

@@ -12,11 +12,7 @@ from overlap_spec.server.settings import ServerSettings
 
 
 class Keys:
-    """The keys that a server accepts.
-
-    Raises:
-        ConfigError: a file of keys cannot be read, or has none.
-    """
+    """The keys that a server accepts; ConfigError if a file of keys cannot be read, or has none."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._clients = _keys("api_key", settings.api_key, settings.api_key_file)

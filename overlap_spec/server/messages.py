@@ -235,11 +235,7 @@ class CountBody(ChatFields):
         return self.parameters()
 
     def task(self) -> ChatTask:
-        """What the body asks for.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """What the body asks for; InvalidRequest where fields contradict each other."""
         form, effort, effort_field = None, None, "output_config.effort"
         if self.output_config is not None:
             effort = self.output_config.effort

@@ -314,11 +314,7 @@ class ResponsesBody(ChatFields, Unused):
         return LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """The sampling parameters; InvalidRequest where fields contradict each other."""
         if self.with_logprobs and self.tools:
             raise InvalidRequest(
                 "log-probabilities go with a text alone: send no tools",
@@ -332,11 +328,7 @@ class ResponsesBody(ChatFields, Unused):
         )
 
     def task(self) -> ChatTask:
-        """What the body asks for.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """What the body asks for; InvalidRequest where fields contradict each other."""
         # What a response without tools says itself, and clients send again.
         choice: Any = None if self.tool_choice == "auto" else self.tool_choice
         if isinstance(choice, NamedTool | AllowedTools):
