@@ -39,8 +39,7 @@ FREE = {name: getattr(ConstraintFlags, name) for name in KINDS}
 @with_flags(SamplingParams, SAMPLING_FLAGS)
 @with_flags(ConstraintFlags, CONSTRAINT_FLAGS)
 def chat(
-    system: Annotated[str | None, typer.Option(help="The system's message.")] = None,
-    **flags: Any,
+    system: Annotated[str | None, typer.Option(help="The system's message.")] = None, **flags: Any
 ) -> None:
     """Talk with a model; constraint flags hold for every answer, and /help lists the commands."""
     from overlap_spec.doctor import check_files

@@ -113,8 +113,7 @@ class FunctionMessage(Strict):
 
 
 Message = Annotated[
-    TextMessage | AssistantMessage | ToolMessage | FunctionMessage,
-    Field(discriminator="role"),
+    TextMessage | AssistantMessage | ToolMessage | FunctionMessage, Field(discriminator="role")
 ]
 
 

@@ -56,12 +56,9 @@ def network_of(address: str) -> str:
 
 
 def _match(given: bytes, keys: tuple[bytes, ...]) -> bytes | None:
-    found = None
     # All are compared, so that the time tells nothing.
-    for key in keys:
-        if hmac.compare_digest(given, key):
-            found = key
-    return found
+    found = [key for key in keys if hmac.compare_digest(given, key)]
+    return found[-1] if found else None
 
 
 def _keys(name: str, key: str | None, file: Path | None) -> tuple[bytes, ...]:

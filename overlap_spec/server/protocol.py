@@ -182,8 +182,7 @@ class StructuredOutputs(Strict):
         None, description="With json: whether `format` is held (`assertion`)."
     )
     additional_properties: Literal["closed", "schema"] | None = Field(
-        None,
-        description="With json or structural_tag: members that a schema does not name.",
+        None, description="With json or structural_tag: members that a schema does not name."
     )
     probabilities: bool | None = Field(
         None, description="With choice: the probability of each text, in `choice_probabilities`."
@@ -416,7 +415,7 @@ class OpenAIBody(GenerationBody):
             raise InvalidRequest("best_of is not supported: leave it out, or send n", "best_of")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs goes without stream: true", "prompt_logprobs")
-        asked = self.stream_options or StreamOptions()
+        asked = self.stream_options or StreamOptions.model_validate({})
         trees = asked.include_draft_trees or None
         told = {"origins": trees or asked.include_token_origins or None, "draft_trees": trees}
         return super().parameters(stop=self.stop, **told, **more)

@@ -467,10 +467,7 @@ class ResponseFormatter(Format):
         """The last event of a stream that fails."""
         told = error.body()["error"]
         response = self._response("failed")
-        response["error"] = {
-            "code": told["code"] or told["type"],
-            "message": told["message"],
-        }
+        response["error"] = {"code": told["code"] or told["type"], "message": told["message"]}
         return self._numbered({"type": "response.failed", "response": response})
 
     def _numbered(self, event: Event) -> Event:
@@ -503,8 +500,8 @@ class ResponseFormatter(Format):
             "background": False,
             "service_tier": "default",
             "store": False,
-            "temperature": _default(sampling.temperature, 1.0),
-            "top_p": _default(sampling.top_p, 1.0),
+            "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "text": {"format": sent.get("text", {}).get("format", {"type": "text"})},
             "tool_choice": sent.get("tool_choice", "auto"),
@@ -527,10 +524,7 @@ class ResponseFormatter(Format):
         stats = output.stats
         return {
             "input_tokens": stats.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": stats.cached_tokens,
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": stats.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": stats.output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._thinking.count},
             "total_tokens": stats.prompt_tokens + stats.output_tokens,
@@ -545,10 +539,6 @@ TOOL = {"description": None, "parameters": None, "strict": None}
 
 def _item_status(reason: FinishReason) -> str:
     return "completed" if reason == "stop" else "incomplete"
-
-
-def _default(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
 
 
 class ItemWriter(PartWriter):
