@@ -280,18 +280,16 @@ class Connection(H11Protocol):
             self.transport.close()
         self._end_soon()
 
-    def _end_soon(self) -> None:
+    def _end_soon(self, again: bool = False) -> None:
         """Close for good once the client sends or reads nothing more that is of use."""
-        if self._end_timer is None:
-            self._unread_bytes = self.transport.get_write_buffer_size()
-            self._end_timer = self.loop.call_later(LINGER_S, self._end)
-
-    def _end(self) -> None:
-        self._end_timer = None
-        if 0 < self.transport.get_write_buffer_size() < self._unread_bytes:
-            self._end_soon()
-        else:
+        if not again and self._end_timer is not None:
+            return
+        self._end_timer, left = None, self.transport.get_write_buffer_size()
+        if again and not 0 < left < self._unread_bytes:
             self.transport.abort()
+        else:
+            self._unread_bytes = left
+            self._end_timer = self.loop.call_later(LINGER_S, self._end_soon, True)
 
 
 class StrictBuffer(ReceiveBuffer):
