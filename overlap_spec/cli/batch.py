@@ -25,7 +25,6 @@ from overlap_spec.server.settings import ServerSettings
 if TYPE_CHECKING:
     from httpx import AsyncClient
     from rich.progress import Progress
-    from starlette.types import ASGIApp
 
 PARSERS = dict.fromkeys(("tool_call_parser", "reasoning_parser"), OUTPUT)
 # Results repeat it.
@@ -241,7 +240,7 @@ async def work(
     task = progress.add_task("loading the model", total=None)
     # Without a buffer, which would be written once more when the file is closed.
     with run.results.open("ab", buffering=0) as out:
-        async with application(flags, serving) as app, connected(app) as client:
+        async with application(flags, serving) as client:
             progress.update(task, description="answering", total=count)
             try:
                 await _answer_all(run, client, out, lambda: progress.advance(task))
@@ -271,7 +270,7 @@ async def _answer_all(
             try:
                 line = run.read(number, text)
             except BadLine as error:
-                run.keep(out, failure(error.custom_id, "invalid_line", str(error)))
+                run.keep(out, _result(error.custom_id, fault=("invalid_line", str(error))))
                 line = None
             if line is not None:
                 group.create_task(answer(line))
@@ -281,8 +280,10 @@ async def _answer_all(
 
 
 @contextlib.asynccontextmanager
-async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIterator[ASGIApp]:
-    """The server's application around a started engine, without a socket."""
+async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIterator[AsyncClient]:
+    """A client of the server's application around a started engine, without a socket."""
+    from httpx import ASGITransport, AsyncClient
+
     from overlap_spec.async_engine import AsyncEngine
     from overlap_spec.server.app import create_app
     from overlap_spec.server.launch import guess_parser, served_name
@@ -299,21 +300,15 @@ async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIt
     engine = AsyncEngine(max_queued_requests=2**20, **flags)
     app = create_app(engine, settings)
     reader = app.state.service.constraints.reader
-    try:
-        async with engine:
-            reader.warm()
-            yield app
-    finally:
-        await reader.close()
-
-
-def connected(app: ASGIApp) -> AsyncClient:
-    """A client of an application in this process; a line takes the time that it takes."""
-    from httpx import ASGITransport, AsyncClient
-
     # An error that the application did not expect is told as a 500.
     transport = ASGITransport(app, raise_app_exceptions=False)
-    return AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
+    client = AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
+    try:
+        async with engine, client:
+            reader.warm()
+            yield client
+    finally:
+        await reader.close()
 
 
 async def result_of(client: AsyncClient, line: Line) -> dict[str, Any]:
@@ -325,16 +320,15 @@ async def result_of(client: AsyncClient, line: Line) -> dict[str, Any]:
     try:
         answer = json.loads(reply.content)
     except ValueError:
-        return failure(line.custom_id, "no_answer", f"HTTP {status} without an answer")
+        return _result(line.custom_id, fault=("no_answer", f"HTTP {status} without an answer"))
     response = {"status_code": status, "request_id": answer.get("id"), "body": answer}
-    return _result(line.custom_id, response, None)
+    return _result(line.custom_id, response)
 
 
-def failure(name: str | None, code: str, message: str) -> dict[str, Any]:
-    """The result of a line that was not asked."""
-    return _result(name, None, {"code": code, "message": message})
-
-
-def _result(name: str | None, response: Any, error: Any) -> dict[str, Any]:
+def _result(
+    name: str | None, response: Any = None, fault: tuple[str, str] | None = None
+) -> dict[str, Any]:
+    """A line's result; ``fault``: code and message of one without an answer."""
     made = f"batch_req_{uuid.uuid4().hex}"
+    error = None if fault is None else {"code": fault[0], "message": fault[1]}
     return {"id": made, "custom_id": name, "response": response, "error": error}

@@ -13,13 +13,7 @@ from rich.console import Console
 
 from overlap_spec.cli.flags import with_engine, with_flags
 from overlap_spec.cli.generate import check, loaded
-from overlap_spec.cli.request import (
-    CONSTRAINT_FLAGS,
-    KINDS,
-    SAMPLING_FLAGS,
-    ConstraintFlags,
-    take,
-)
+from overlap_spec.cli.request import CONSTRAINT_FLAGS, KINDS, SAMPLING_FLAGS, ConstraintFlags, take
 from overlap_spec.cli.terminal import coloured, legend, stops
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import OverlapSpecError, RequestFailed
@@ -45,8 +39,7 @@ FREE = {name: getattr(ConstraintFlags, name) for name in KINDS}
 @with_flags(SamplingParams, SAMPLING_FLAGS)
 @with_flags(ConstraintFlags, CONSTRAINT_FLAGS)
 def chat(
-    system: Annotated[str | None, typer.Option(help="The system's message.")] = None,
-    **flags: Any,
+    system: Annotated[str | None, typer.Option(help="The system's message.")] = None, **flags: Any
 ) -> None:
     """Talk with a model; constraint flags hold for every answer, and /help lists the commands."""
     from overlap_spec.doctor import check_files

@@ -47,8 +47,7 @@ def generate(
         Path | None, typer.Option(help="Write the text to this file.", rich_help_panel=OUTPUT)
     ] = None,
     stats: Annotated[
-        bool,
-        typer.Option("--stats", help="Figures as JSON on stderr.", rich_help_panel=OUTPUT),
+        bool, typer.Option("--stats", help="Figures as JSON on stderr.", rich_help_panel=OUTPUT)
     ] = False,
     trace: Annotated[
         Path | None,

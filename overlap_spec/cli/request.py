@@ -52,11 +52,9 @@ class ConstraintFlags:
 
     def asked(self) -> list[str]:
         """The flags of the constraints that are given."""
-        return [f"--{name.replace('_', '-')}" for name in KINDS if self._is_given(name)]
-
-    def _is_given(self, name: str) -> bool:
         # An empty text too asks for something.
-        return getattr(self, name) not in (None, False, [])
+        given = [name for name in KINDS if getattr(self, name) not in (None, False, [])]
+        return [f"--{name.replace('_', '-')}" for name in given]
 
     def grammar(self, model: str | None, additional_properties: str = "closed") -> Grammar | None:
         """The grammar of the flags, or None for free text.

@@ -29,12 +29,7 @@ def percentile(values: Iterable[float], percent: float) -> float:
 def spread(values: Iterable[float]) -> dict[str, float]:
     """Median, least, most and count of a figure over its repetitions."""
     ordered = sorted(values)
-    return {
-        "median": median(ordered),
-        "min": ordered[0],
-        "max": ordered[-1],
-        "n": len(ordered),
-    }
+    return {"median": median(ordered), "min": ordered[0], "max": ordered[-1], "n": len(ordered)}
 
 
 def paired(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:

@@ -80,10 +80,7 @@ def draw_asks(workload: str, data: Path, count: int, max_tokens: int, seed: int)
 
 
 async def measure(
-    targets: Sequence[Target],
-    asks: Sequence[Ask],
-    load: Load,
-    advance: Callable[[str, str], None],
+    targets: Sequence[Target], asks: Sequence[Ask], load: Load, advance: Callable[[str, str], None]
 ) -> list[Round]:
     """Ask each server everything in each mode; they take turns, and who begins changes.
 

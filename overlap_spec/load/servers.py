@@ -36,11 +36,7 @@ def verifies_of(metrics: dict[str, float]) -> tuple[float, float] | None:
 
 
 def served_model(client: httpx.Client, url: str) -> str:
-    """The first model that a server lists.
-
-    Raises:
-        ConfigError: it lists none.
-    """
+    """The first model that a server lists; ConfigError if it lists none."""
     reply = client.get(f"{url}/v1/models")
     try:
         data: list[dict[str, Any]] = reply.json()["data"] if reply.status_code == 200 else []

@@ -20,13 +20,7 @@ from overlap_spec.memory import rss_bytes
 from overlap_spec.server.errors import ApiError, Json
 from overlap_spec.server.metrics import FrontState
 from overlap_spec.server.middleware import IS_ADMIN, OWNER
-from overlap_spec.server.protocol import (
-    MOST_ENTRIES,
-    Body,
-    Count,
-    Items,
-    Label,
-)
+from overlap_spec.server.protocol import MOST_ENTRIES, Body, Count, Items, Label
 from overlap_spec.server.service import Service, Serving, routes
 from overlap_spec.types import SamplingParams
 

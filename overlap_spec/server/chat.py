@@ -14,12 +14,7 @@ from starlette.responses import Response
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.conversation import ChatAssembler, Conversation
-from overlap_spec.server.logprobs import (
-    chat_logprobs,
-    cut_stop,
-    prompt_logprobs,
-    without_stop,
-)
+from overlap_spec.server.logprobs import chat_logprobs, cut_stop, prompt_logprobs, without_stop
 from overlap_spec.server.origins import TokenOrigins
 from overlap_spec.server.protocol import (
     CACHED,
@@ -34,6 +29,7 @@ from overlap_spec.server.protocol import (
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Serving,
     fan_out,
     findings,
@@ -117,8 +113,7 @@ class FunctionMessage(Strict):
 
 
 Message = Annotated[
-    TextMessage | AssistantMessage | ToolMessage | FunctionMessage,
-    Field(discriminator="role"),
+    TextMessage | AssistantMessage | ToolMessage | FunctionMessage, Field(discriminator="role")
 ]
 
 
@@ -187,11 +182,7 @@ class ChatBody(OpenAIBody, ChatFields, Unused):
     }
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """The sampling parameters; InvalidRequest where fields contradict each other."""
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise InvalidRequest(
@@ -207,11 +198,7 @@ class ChatBody(OpenAIBody, ChatFields, Unused):
         )
 
     def tool_ask(self) -> ToolAsk:
-        """The tools, or the older ``functions``.
-
-        Raises:
-            InvalidRequest: both.
-        """
+        """The tools, or the older ``functions``; InvalidRequest where both are sent."""
         if self.functions is None:
             if self.function_call is not None:
                 raise InvalidRequest("function_call goes with functions", "function_call")
@@ -235,11 +222,7 @@ class ChatBody(OpenAIBody, ChatFields, Unused):
         return self.continue_final_message is True
 
     def task(self) -> ChatTask:
-        """What the body asks for.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """What the body asks for; InvalidRequest where fields contradict each other."""
         return self.task_of(
             [_plain(message) for message in self.messages],
             self.sampling(),
@@ -270,16 +253,10 @@ async def chat_completions(service: Serving, body: ChatBody, http: HttpRequest) 
     label = body.own_id("chatcmpl-") or new_id("chatcmpl-")
     service.check_choices(count)
     chat = await service.run_until_disconnect(http, Conversation.prepare(service, body.task))
-    return await service.answer(
-        http,
-        ChatFormatter(chat, body, label, model),
-        fan_out([chat.request], count),
-        [label] * count,
-        chat.field,
-        stream=body.stream,
-        id_field=body.id_field,
-        model=model,
-    )
+    requests = fan_out([chat.request], count)
+    group = RequestGroup([label] * count, requests, chat.field, body.id_field)
+    shown = ChatFormatter(chat, body, label, model)
+    return await service.answer(http, shown, group, stream=body.stream, model=model)
 
 
 @dataclass

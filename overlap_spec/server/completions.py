@@ -17,16 +17,11 @@ from overlap_spec.engine.input_processor import check_prompt_logprobs
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.logprobs import prompt_logprobs, text_logprobs
 from overlap_spec.server.origins import TokenOrigins
-from overlap_spec.server.protocol import (
-    MOST_ENTRIES,
-    Count,
-    Items,
-    OpenAIBody,
-    Top,
-)
+from overlap_spec.server.protocol import MOST_ENTRIES, Count, Items, OpenAIBody, Top
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Service,
     Serving,
     check_repeated,
@@ -78,11 +73,7 @@ class CompletionBody(OpenAIBody):
     neutral: ClassVar[Mapping[str, Any]] = {**OpenAIBody.neutral, "suffix": ""}
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """The sampling parameters; InvalidRequest where fields contradict each other."""
         if self.tells_prompt and self.stream and (self.n or 1) > 1:
             raise InvalidRequest("echo with logprobs in a stream goes without n", "n")
         if self.max_tokens == 0 and (not self.echo or self.stream):
@@ -114,16 +105,10 @@ async def completions(service: Serving, body: CompletionBody, http: HttpRequest)
     service.check_choices(len(prompts) * count)
     requests, field = await service.run_until_disconnect(http, _prepare(service, body, prompts))
     head = {"id": label, "object": "text_completion", "created": int(time.time()), "model": model}
-    return await service.answer(
-        http,
-        CompletionFormatter(service.engine.tokenizer, body, head, requests),
-        fan_out(requests, count),
-        [label] * len(requests) * count,
-        field,
-        stream=body.stream,
-        id_field=body.id_field,
-        model=model,
-    )
+    shown = CompletionFormatter(service.engine.tokenizer, body, head, requests)
+    all_of_them = fan_out(requests, count)
+    group = RequestGroup([label] * len(all_of_them), all_of_them, field, body.id_field)
+    return await service.answer(http, shown, group, stream=body.stream, model=model)
 
 
 async def _prepare(

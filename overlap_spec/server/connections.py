@@ -61,6 +61,8 @@ class Rooms:
 
     def __init__(self, most: int, refused: Callable[[], None]) -> None:
         self.shares, self.refused = Shares(most), refused
+        # Those that are let in, and those that are there for probes alone.
+        self.inside: set[Connection] = set()
         self.spare: dict[Connection, None] = {}
         text = f"{most} connections are open (max_connections)"
         # To who asks a spare connection for anything else than a probe.
@@ -71,6 +73,7 @@ class Rooms:
         address = connection.address
         if self.shares.has_room(address) or self._make_room(connection):
             self.shares.add(address)
+            self.inside.add(connection)
             return True
         self.spare[connection] = None
         if len(self.spare) > SPARE:
@@ -78,10 +81,10 @@ class Rooms:
         return False
 
     def leave(self, connection: Connection) -> None:
-        """A connection has ended."""
-        if connection in self.spare:
-            del self.spare[connection]
-        else:
+        """A connection has ended; one that has left already is none of these."""
+        self.spare.pop(connection, None)
+        if connection in self.inside:
+            self.inside.remove(connection)
             self.shares.add(connection.address, -1)
 
     def _make_room(self, newcomer: Connection) -> bool:
@@ -89,15 +92,7 @@ class Rooms:
         whether there is one."""
         held = self.shares.held
         least = held[newcomer.address]
-        idle = [
-            other
-            for other in newcomer.connections
-            if isinstance(other, Connection)
-            and other is not newcomer
-            and other.is_idle
-            and other.is_let_in
-            and held[other.address] >= least
-        ]
+        idle = [each for each in self.inside if each.is_idle and held[each.address] >= least]
         if not idle:
             return False
         # Rather one that has never asked than one whose next request may be on its way.
@@ -106,7 +101,9 @@ class Rooms:
             key=lambda other: (-held[other.address], other.cycle is not None, other.idle_since_s),
         )
         self.refused()
-        oldest.give_way()
+        self.leave(oldest)
+        oldest.connections.discard(oldest)
+        oldest.transport.abort()
         return True
 
 
@@ -124,7 +121,8 @@ class Connection(H11Protocol):
         self, settings: ServerSettings, rooms: Rooms, tls: ssl.SSLContext | None, **more: Any
     ) -> None:
         super().__init__(**more)
-        self.conn = StrictConnection(LONGEST_HEAD_BYTES)
+        self.conn = h11.Connection(h11.SERVER, LONGEST_HEAD_BYTES)
+        self.conn._receive_buffer = StrictBuffer()
         self._settings, self._rooms, self._tls = settings, rooms, tls
         self._head_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
@@ -132,9 +130,8 @@ class Connection(H11Protocol):
         # What a client says right behind its handshake.
         self._early = b""
         self._framing = 0.0
-        self._has_left = self._has_answered = False
+        self._has_answered = False
         self.address = ""
-        self.is_let_in = False
         self.idle_since_s = self.loop.time()
         self._unread_bytes = 0
 
@@ -144,8 +141,7 @@ class Connection(H11Protocol):
             transport.max_size = READ_BYTES
         self.address = network_of(self.client[0] if self.client else "")
         self._head_timer = self.loop.call_later(self._settings.header_timeout_s, self._late)
-        self.is_let_in = self._rooms.enter(self)
-        if not self.is_let_in:
+        if not self._rooms.enter(self):
             self.app = ProbesOnly(self.app, self._rooms.full, self._rooms.refused)
         if self._tls is not None and not transport.is_closing():
             transport.pause_reading()
@@ -175,24 +171,13 @@ class Connection(H11Protocol):
         for timer in (self._head_timer, self._end_timer):
             if timer is not None:
                 timer.cancel()
-        self._leave()
+        self._rooms.leave(self)
         super().connection_lost(exc)
-
-    def give_way(self) -> None:
-        """Close at once, for another one."""
-        self._leave()
-        self.connections.discard(self)
-        self.transport.abort()
-
-    def _leave(self) -> None:
-        if not self._has_left:
-            self._has_left = True
-            self._rooms.leave(self)
 
     def refuse(self) -> None:
         """Answer that there is no room, and close."""
         self._rooms.refused()
-        self._leave()
+        self._rooms.leave(self)
         if self._handshake is not None:
             self.transport.abort()
         else:
@@ -209,19 +194,25 @@ class Connection(H11Protocol):
             self._received(data[start : start + READ_BYTES])
 
     def _received(self, data: bytes) -> None:
-        cycle, before = self.cycle, self._content_bytes()
+        cycle = self.cycle
+        before = 0 if cycle is None else len(cycle.body)
         has_body = self.conn.their_state is h11.SEND_BODY
         super().data_received(data)
         # What comes behind a body waits for its turn.
         if has_body and self.cycle is cycle and not cycle.response_complete:
-            content = self._content_bytes() - before
+            content = len(cycle.body) - before
             self._framing += len(data) - content * (1 + MOST_FRAMING_SHARE)
             if self._framing > MOST_FRAMING_BYTES:
-                self._refuse_chunks()
+                cycle.disconnected = True
+                cycle.message_event.set()
+                self._answer(ApiError(400, "the body comes in too small chunks"))
         else:
             self._framing = 0.0
-        if self.conn.their_state is not h11.SEND_BODY:
-            self._go_on()
+        is_whole = self.conn.their_state is not h11.SEND_BODY
+        if is_whole and self._end_timer is not None and not self.transport.is_closing():
+            # The connection may have another request.
+            self._end_timer.cancel()
+            self._end_timer = None
         self._watch_head()
 
     def on_response_complete(self) -> None:
@@ -242,9 +233,6 @@ class Connection(H11Protocol):
         """Whether no request is under way: none has come, or the last one is answered."""
         return self.cycle is None or self.cycle.response_complete
 
-    def _content_bytes(self) -> int:
-        return 0 if self.cycle is None else len(self.cycle.body)
-
     def _watch_head(self) -> None:
         """Give a request's head that has begun to come until the deadline."""
         waits = self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
@@ -257,7 +245,7 @@ class Connection(H11Protocol):
     def _late(self) -> None:
         if self._handshake is not None:
             self.transport.abort()
-        elif not self.is_let_in:
+        elif self in self._rooms.spare:
             self.refuse()
         elif not self.transport.is_closing():
             seconds = self._settings.header_timeout_s
@@ -266,12 +254,6 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         self._answer(ApiError(400, f"{msg} It is no HTTP/1.1, or can be misread."))
-
-    def _refuse_chunks(self) -> None:
-        assert self.cycle is not None
-        self.cycle.disconnected = True
-        self.cycle.message_event.set()
-        self._answer(ApiError(400, "the body comes in too small chunks"))
 
     def _answer(self, error: ApiError, lingers: bool = True) -> None:
         """Answer without the application, and close.
@@ -298,37 +280,21 @@ class Connection(H11Protocol):
             self.transport.close()
         self._end_soon()
 
-    def _end_soon(self) -> None:
+    def _end_soon(self, again: bool = False) -> None:
         """Close for good once the client sends or reads nothing more that is of use."""
-        if self._end_timer is None:
-            self._unread_bytes = self.transport.get_write_buffer_size()
-            self._end_timer = self.loop.call_later(LINGER_S, self._end)
-
-    def _end(self) -> None:
-        self._end_timer = None
-        if 0 < self.transport.get_write_buffer_size() < self._unread_bytes:
-            self._end_soon()
-        else:
+        if not again and self._end_timer is not None:
+            return
+        self._end_timer, left = None, self.transport.get_write_buffer_size()
+        if again and not 0 < left < self._unread_bytes:
             self.transport.abort()
-
-    def _go_on(self) -> None:
-        """The rest of the body has come: the connection may have another request."""
-        if self._end_timer is not None and not self.transport.is_closing():
-            self._end_timer.cancel()
-            self._end_timer = None
-
-
-class StrictConnection(h11.Connection):
-    """The server's side of a connection; what it cannot read for certain is a
-    ``RemoteProtocolError``."""
-
-    def __init__(self, most_bytes: int) -> None:
-        super().__init__(h11.SERVER, most_bytes)
-        self._receive_buffer = StrictBuffer()
+        else:
+            self._unread_bytes = left
+            self._end_timer = self.loop.call_later(LINGER_S, self._end_soon, True)
 
 
 class StrictBuffer(ReceiveBuffer):
-    """What has been received and not read; raises ``LocalProtocolError``, as h11's readers do."""
+    """What has been received and not read; raises ``LocalProtocolError``, as h11's readers do, of
+    which h11 makes a ``RemoteProtocolError``."""
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         """The lines of a head or of trailers, once all of them are there."""

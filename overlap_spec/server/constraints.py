@@ -18,12 +18,7 @@ from overlap_spec.grammar.isolation.jobs import Read
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits
 from overlap_spec.grammar.isolation.pool import make_pool
 from overlap_spec.grammar.spec import AdditionalProperties, Grammar
-from overlap_spec.server.protocol import (
-    Constraint,
-    GenerationBody,
-    OpenAIBody,
-    StructuredOutputs,
-)
+from overlap_spec.server.protocol import Constraint, GenerationBody, OpenAIBody, StructuredOutputs
 from overlap_spec.server.settings import ServerSettings
 from overlap_spec.server.task import (
     JsonObjectFormat,
@@ -170,14 +165,13 @@ class Constraints:
         return ResolvedConstraint(made, field)
 
     async def _read(self, asked: Asked) -> Grammar:
-        name = asked.field
-        size = _size(name, asked.source)
-        limit = self.settings.max_schema_bytes
-        if size > limit:
-            raise GrammarError(
-                f"the constraint has {size} bytes; {limit} are allowed (max_schema_bytes)", name
-            )
+        name, limit = asked.field, self.settings.max_schema_bytes
         try:
+            size = _size(asked.source)
+            if size > limit:
+                raise GrammarError(
+                    f"the constraint has {size} bytes; {limit} are allowed (max_schema_bytes)"
+                )
             is_long = size > LONG_SOURCE
             grammar = await self._read_elsewhere(asked.call) if is_long else asked.call()
             grammar.source.encode()
@@ -260,16 +254,14 @@ class Constraints:
         return Asked(field, kind, source, taken)
 
 
-def _size(name: str, source: Any) -> int:
+def _size(source: Any) -> int:
     """Bytes of a constraint's text; GrammarError if it is not valid text."""
     try:
         return len(source.encode() if isinstance(source, str) else msgspec.json.encode(source))
     except OverflowError:
         return len(json.dumps(source))
-    except RecursionError:
-        raise GrammarError("the constraint is nested too deeply", name) from None
     except (UnicodeError, ValueError) as error:
-        raise GrammarError(f"the constraint is not valid text: {error}", name) from None
+        raise GrammarError(f"the constraint is not valid text: {error}") from None
 
 
 class GrammarReader:

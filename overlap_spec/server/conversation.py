@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ from overlap_spec.server.task import ChatTask, Effort
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, FinishReason, Output, Request
 
+Event = dict[str, Any]
 # The answer behind a thinking that is limited or drafted loosely, where nothing else is asked of
 # it.
 ANY_TEXT = Grammar.regex(r"[\s\S]*")
@@ -189,15 +191,6 @@ def _after_thinking(
 
 
 @dataclass
-class ToolCall:
-    """A tool call, complete up to the text so far."""
-
-    name: str
-    id: str
-    arguments: str = ""
-
-
-@dataclass
 class ChatAssembler:
     """Takes the text of one choice in pieces; gives OpenAI's deltas, and the message at the end.
 
@@ -210,7 +203,7 @@ class ChatAssembler:
     calls: CallStream | None = None
     thinking: str = ""
     content: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, piece: Delta | Output) -> list[dict[str, Any]]:
         """The deltas that a piece completes; of the last one, with what was held back."""
@@ -243,15 +236,7 @@ class ChatAssembler:
         if self.reasoning is not None:
             message["reasoning_content"] = self.thinking or None
         if self.tool_calls:
-            message["content"] = self.content or None
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in self.tool_calls
-            ]
+            message |= {"content": self.content or None, "tool_calls": self.tool_calls}
         return message
 
     def _push_thinking(self, text: str) -> list[dict[str, Any]]:
@@ -272,13 +257,72 @@ class ChatAssembler:
                     self.content += text
                     deltas.append({"content": text})
                 case CallStart(index, name):
-                    call = ToolCall(name, f"call_{uuid.uuid4().hex[:24]}")
-                    self.tool_calls.append(call)
                     function = {"name": name, "arguments": ""}
-                    head = {"index": index, "id": call.id, "type": "function"}
-                    deltas.append({"tool_calls": [head | {"function": function}]})
+                    own = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+                    self.tool_calls.append(own | {"function": dict(function)})
+                    deltas.append({"tool_calls": [{"index": index, **own, "function": function}]})
                 case CallArguments(index, text):
-                    self.tool_calls[index].arguments += text
+                    self.tool_calls[index]["function"]["arguments"] += text
                     more = {"index": index, "function": {"arguments": text}}
                     deltas.append({"tool_calls": [more]})
         return deltas
+
+
+class PartWriter(ABC):
+    """Takes the deltas of a chat's answer; gives a wire's events, and the parts of its reply.
+
+    Args:
+        thinking, text: The types of such parts.
+
+    Attributes:
+        parts: Of the reply; the last one may be open.
+    """
+
+    def __init__(self, thinking: str, text: str) -> None:
+        self.parts: list[dict[str, Any]] = []
+        self._kinds = {"reasoning_content": thinking, "content": text}
+        self._open = False
+        # Of the open part, whose fields are set when it ends.
+        self._text = ""
+
+    def push(self, delta: dict[str, Any]) -> list[Event]:
+        """The events of a delta in chat completions' form."""
+        events: list[Event] = []
+        for name, kind in self._kinds.items():
+            if name in delta:
+                events += self._begin(kind) + self._add(delta[name])
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                events += self.end() + self._start_call(call["id"], call["function"]["name"])
+            if text := call["function"]["arguments"]:
+                events += self._add(text)
+        return events
+
+    def end(self) -> list[Event]:
+        """End the open part, if there is one."""
+        ended, self._open = self._open, False
+        return self._ended() if ended else []
+
+    def _begin(self, kind: str) -> list[Event]:
+        """Go on with the open part if it is of this kind, else end it and start one."""
+        goes_on = self._open and self.parts[-1]["type"] == kind
+        return [] if goes_on else self.end() + self._start(kind)
+
+    def _put(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Open a part; what an event shows of it."""
+        self.parts.append(part)
+        self._open, self._text = True, ""
+        return dict(part)
+
+    def _add(self, text: str) -> list[Event]:
+        self._text += text
+        return [self._added(text)]
+
+    @abstractmethod
+    def _start(self, kind: str) -> list[Event]: ...
+    @abstractmethod
+    def _start_call(self, label: str, name: str) -> list[Event]: ...
+    @abstractmethod
+    def _added(self, text: str) -> Event: ...
+    @abstractmethod
+    def _ended(self) -> list[Event]: ...

@@ -139,6 +139,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case RequestValidationError():
+            return from_validation(error)
         case QueueFull() | CompileFailure(kind="busy"):
             return ApiError(429, text, code="queue_full", kind="rate_limit_error")
         case CompileFailure(kind="no_memory"):
@@ -173,29 +175,23 @@ def has_anthropic_errors(path: str) -> bool:
 def add_handlers(app: FastAPI) -> None:
     """Turn every exception of a route into an error in its form."""
 
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(from_validation(error), request.url.path)
-
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    async def told(request: Request, error: Exception) -> Response:
+        path = request.url.path
+        if not isinstance(error, HTTPException):
+            return error_response(as_api_error(error), path)
         message, headers = str(error.detail), error.headers or {}
         if error.status_code == 404:
             message = "there is no such route"
         elif error.status_code == 405:
-            asked = f"{request.method} {request.url.path}"
-            message = f"there is no {asked}: this path takes {headers.get('Allow')}"
-        response = error_response(ApiError(error.status_code, message), request.url.path)
+            allowed = headers.get("Allow")
+            message = f"there is no {request.method} {path}: this path takes {allowed}"
+        response = error_response(ApiError(error.status_code, message), path)
         response.headers.update(headers)
         return response
 
-    async def other(request: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error), request.url.path)
-
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    for kind in (OverlapSpecError, TimeoutError, Exception):
-        app.add_exception_handler(kind, other)
+    kinds = (RequestValidationError, HTTPException, OverlapSpecError, TimeoutError, Exception)
+    for kind in kinds:
+        app.add_exception_handler(kind, told)
 
 
 def from_validation(error: RequestValidationError) -> ApiError:
@@ -204,15 +200,12 @@ def from_validation(error: RequestValidationError) -> ApiError:
 
     There are few: lists stop at their first wrong item, and no dict has more than some thousands.
     """
-    items = error.errors()
-    found = [(_where(i, error.body), i) for i in items]
-    where, item = max(found, key=_fit)
+    where, item = max(((_where(i, error.body), i) for i in error.errors()), key=_fit)
     own = item.get("ctx", {}).get("error")
     if isinstance(own, InvalidRequest):
         if own.param:
-            where = _where(
-                {**item, "loc": (*item["loc"], own.param), "type": "missing"}, error.body
-            )
+            inside = {"loc": (*item["loc"], own.param), "type": "missing"}
+            where = _where(inside, error.body)
         return ApiError(400, str(own), where or None)
     if item["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {item['ctx']['error']}")

@@ -107,11 +107,7 @@ class Events(StreamingResponse):
             whether all events were sent.
     """
 
-    def __init__(
-        self,
-        lines: AsyncIterator[bytes],
-        end: Callable[[bool], None],
-    ) -> None:
+    def __init__(self, lines: AsyncIterator[bytes], end: Callable[[bool], None]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
         self._end, self._whole = end, False

@@ -12,11 +12,7 @@ from overlap_spec.server.settings import ServerSettings
 
 
 class Keys:
-    """The keys that a server accepts.
-
-    Raises:
-        ConfigError: a file of keys cannot be read, or has none.
-    """
+    """The keys that a server accepts; ConfigError if a file of keys cannot be read, or has none."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._clients = _keys("api_key", settings.api_key, settings.api_key_file)
@@ -60,12 +56,9 @@ def network_of(address: str) -> str:
 
 
 def _match(given: bytes, keys: tuple[bytes, ...]) -> bytes | None:
-    found = None
     # All are compared, so that the time tells nothing.
-    for key in keys:
-        if hmac.compare_digest(given, key):
-            found = key
-    return found
+    found = [key for key in keys if hmac.compare_digest(given, key)]
+    return found[-1] if found else None
 
 
 def _keys(name: str, key: str | None, file: Path | None) -> tuple[bytes, ...]:

@@ -80,11 +80,7 @@ def chat_template_of(path: Path | None) -> str | None:
 
 
 def launch(plan: ServerPlan, log_level: str) -> None:
-    """Serve one engine; see ``overlap_spec.cli.serve``.
-
-    Raises:
-        ConfigError: names the flag at fault.
-    """
+    """Serve one engine; see ``overlap_spec.cli.serve``; ConfigError names the flag at fault."""
     serve(AsyncEngine(**plan.engine), plan.settings, log_level)
 
 

@@ -15,21 +15,14 @@ from starlette.responses import Response
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.errors import InvalidRequest
 from overlap_spec.server.constraints import ResolvedConstraint
-from overlap_spec.server.conversation import Conversation, rendering_of
+from overlap_spec.server.conversation import Conversation, Event, PartWriter, rendering_of
 from overlap_spec.server.errors import ANTHROPIC_ERRORS, ApiError, Json
 from overlap_spec.server.events import Wire
-from overlap_spec.server.protocol import (
-    CACHED,
-    MOST_ENTRIES,
-    Count,
-    Few,
-    Items,
-    Positive,
-    Strict,
-)
+from overlap_spec.server.protocol import CACHED, MOST_ENTRIES, Count, Few, Items, Positive, Strict
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Serving,
     findings,
     interleaved,
@@ -40,7 +33,6 @@ from overlap_spec.server.service import (
 from overlap_spec.server.task import ChatFields, ChatTask, Effort, ToolAsk, schema_format
 from overlap_spec.types import Output, SamplingParams
 
-Event = dict[str, Any]
 # Type of a block → type and field of its deltas.
 DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
@@ -243,11 +235,7 @@ class CountBody(ChatFields):
         return self.parameters()
 
     def task(self) -> ChatTask:
-        """What the body asks for.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """What the body asks for; InvalidRequest where fields contradict each other."""
         form, effort, effort_field = None, None, "output_config.effort"
         if self.output_config is not None:
             effort = self.output_config.effort
@@ -332,9 +320,8 @@ async def messages(service: Serving, body: MessagesBody, http: HttpRequest) -> R
     is_cut = body.max_tokens > chat.request.max_tokens
     request = replace(chat.request, max_tokens=min(body.max_tokens, chat.request.max_tokens))
     shown = MessageFormatter(chat, label, model, is_cut)
-    return await service.answer(
-        http, shown, [request], [label], chat.field, stream=body.stream, model=model
-    )
+    group = RequestGroup([label], [request], chat.field)
+    return await service.answer(http, shown, group, stream=body.stream, model=model)
 
 
 @router.post("/v1/messages/count_tokens")
@@ -375,9 +362,9 @@ class MessageFormatter(Format):
         (output,) = outputs
         for piece in self._conversation.assembler().take(output):
             self._writer.push(piece)
-        self._writer.finish()
+        self._writer.end()
         ended = self._ended(output) | {"usage": _usage(output)} | speculation(outputs)
-        return self._head | {"content": self._writer.blocks, **ended, **findings(output)}
+        return self._head | {"content": self._writer.parts, **ended, **findings(output)}
 
     async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Event]:
         """The message in events."""
@@ -390,7 +377,7 @@ class MessageFormatter(Format):
             for piece in assembler.take(delta):
                 for event in self._writer.push(piece):
                     yield event
-        for event in self._writer.finish():
+        for event in self._writer.end():
             yield event
         output = await handle.finish()
         ended = {"delta": self._ended(output), "usage": _usage(output), **findings(output)}
@@ -406,7 +393,7 @@ class MessageFormatter(Format):
                 reason = "model_context_window_exceeded" if self._is_cut else "max_tokens"
             case "stop" if isinstance(output.stop_match, str):
                 return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_match}
-            case "stop" if any(block["type"] == "tool_use" for block in self._writer.blocks):
+            case "stop" if any(block["type"] == "tool_use" for block in self._writer.parts):
                 reason = "tool_use"
             case "stop":
                 reason = "end_turn"
@@ -427,63 +414,36 @@ def _usage(output: Output) -> dict[str, Any]:
     return CACHE | own | {"output_tokens": stats.output_tokens}
 
 
-class BlockWriter:
-    """Takes the deltas of a chat's answer; gives the Messages API's events, and the blocks.
-
-    Attributes:
-        blocks: Of the message; the last one may be open.
-    """
+class BlockWriter(PartWriter):
+    """Writes the Messages API's events and blocks."""
 
     def __init__(self) -> None:
-        self.blocks: list[dict[str, Any]] = []
-        self._open = False
-        # Of the open block, whose fields are set when it ends.
-        self._text = ""
+        super().__init__("thinking", "text")
 
-    def push(self, delta: dict[str, Any]) -> list[Event]:
-        """The events of a delta in chat completions' form."""
-        events: list[Event] = []
-        if "reasoning_content" in delta:
-            events += self._begin("thinking", {"thinking": "", "signature": ""})
-            events += self._add(delta["reasoning_content"])
-        if "content" in delta:
-            events += self._begin("text", {"text": ""})
-            events += self._add(delta["content"])
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                events += self.finish()
-                own = {"id": call["id"], "name": call["function"]["name"], "input": {}}
-                events += self._begin("tool_use", own)
-            if text := call["function"]["arguments"]:
-                events += self._add(text)
-        return events
+    def _start(self, kind: str) -> list[Event]:
+        own = {"signature": ""} if kind == "thinking" else {}
+        return self._opened({"type": kind, kind: "", **own})
 
-    def finish(self) -> list[Event]:
-        """End the open block, if there is one."""
-        if not self._open:
-            return []
-        block, self._open = self.blocks[-1], False
+    def _start_call(self, label: str, name: str) -> list[Event]:
+        return self._opened({"type": "tool_use", "id": label, "name": name, "input": {}})
+
+    def _opened(self, block: dict[str, Any]) -> list[Event]:
+        return [self._event("start", content_block=self._put(block))]
+
+    def _added(self, text: str) -> Event:
+        kind, field = DELTAS[self.parts[-1]["type"]]
+        return self._event("delta", delta={"type": kind, field: text})
+
+    def _ended(self) -> list[Event]:
+        block = self.parts[-1]
         if block["type"] == "tool_use":
             block["input"] = _read(self._text)
         else:
             block[block["type"]] = self._text
-        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+        return [self._event("stop")]
 
-    def _begin(self, kind: str, own: dict[str, Any]) -> list[Event]:
-        """Go on with the open block if it is of this kind, else end it and start one."""
-        if self._open and self.blocks[-1]["type"] == kind:
-            return []
-        events = self.finish()
-        self.blocks.append({"type": kind, **own})
-        self._open, self._text = True, ""
-        shown = {"index": len(self.blocks) - 1, "content_block": dict(self.blocks[-1])}
-        return [*events, {"type": "content_block_start", **shown}]
-
-    def _add(self, text: str) -> list[Event]:
-        self._text += text
-        kind, field = DELTAS[self.blocks[-1]["type"]]
-        delta = {"type": kind, field: text}
-        return [{"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}]
+    def _event(self, kind: str, **own: Any) -> Event:
+        return {"type": f"content_block_{kind}", "index": len(self.parts) - 1, **own}
 
 
 def _read(text: str) -> dict[str, Any]:

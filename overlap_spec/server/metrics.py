@@ -22,6 +22,43 @@ from overlap_spec.server.loop_turns import Buckets, TurnTimes
 PREFIX = "overlap_spec:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "Until the first token.",
+    "time_per_output_token_seconds": "After the first token.",
+    "e2e_request_latency_seconds": "Until the last token.",
+    "grammar_compile_seconds": "Until a request's grammar was compiled.",
+}
+# Counter → the figure of each request's statistics that it adds, and what it is.
+COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts."),
+    "cached_tokens": ("cached_tokens", "Tokens of prompts found in the cache."),
+    "generation_tokens": ("output_tokens", "Tokens generated."),
+    "spec_draft_tokens": ("drafted_tokens", "Tokens drafted and verified."),
+    "spec_accepted_tokens": ("accepted_drafts", "Drafted tokens accepted."),
+    "spec_grafted_tokens": ("grafted_tokens", "Drafted tokens that the grammar had forced."),
+    "spec_accepted_grafted_tokens": (
+        "accepted_grafts", "Drafted tokens that the grammar had forced, accepted."
+    ),
+    "spec_illegal_draft_tokens": (
+        "illegal_drafts", "Drafted tokens that the grammar forbade, or their path."
+    ),
+    "spec_verifies": ("verifies", "Verify passes, counted for each request."),
+}  # fmt: skip
+# Gauge of the engine → the figure of its state, and what it is.
+GAUGES = {
+    "num_requests_running": ("running", "Running requests."),
+    "num_requests_waiting": ("waiting", "Requests that wait for a batch slot or pages."),
+    "num_requests_compiling": ("compiling", "Requests whose grammar is being compiled."),
+    "kv_pages_in_use": ("pages_in_use", "Pages of the KV cache in use."),
+    "kv_pages": ("pages", "Pages of the KV cache."),
+    "kv_bytes": ("kv_bytes", "Memory of the KV cache."),
+    "kv_touched_bytes": (
+        "kv_touched_bytes",
+        "Memory of the pages that were in use so far: on a CPU, what the cache has taken.",
+    ),
+    "state_bytes": ("state_bytes", "Memory of the states of layers without keys."),
+    "engine_resident_bytes": ("rss_bytes", "Resident memory of the engine's process."),
+}
 
 
 @dataclass(frozen=True)
@@ -53,27 +90,8 @@ class Metrics(Collector):
         self._front = FrontState()
         self._verified_tokens = self._verifies = 0
         self.registry.register(self)
-        self.ttft = self._histogram("time_to_first_token_seconds", "Until the first token.")
-        self.tpot = self._histogram("time_per_output_token_seconds", "After the first token.")
-        self.whole = self._histogram("e2e_request_latency_seconds", "Until the last token.")
-        self.compiling = self._histogram(
-            "grammar_compile_seconds", "Until a request's grammar was compiled."
-        )
-        self.prompt = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.cached = self._counter("cached_tokens", "Tokens of prompts found in the cache.")
-        self.output = self._counter("generation_tokens", "Tokens generated.")
-        self.drafted = self._counter("spec_draft_tokens", "Tokens drafted and verified.")
-        self.accepted = self._counter("spec_accepted_tokens", "Drafted tokens accepted.")
-        self.grafted = self._counter(
-            "spec_grafted_tokens", "Drafted tokens that the grammar had forced."
-        )
-        self.right_grafts = self._counter(
-            "spec_accepted_grafted_tokens", "Drafted tokens that the grammar had forced, accepted."
-        )
-        self.illegal = self._counter(
-            "spec_illegal_draft_tokens", "Drafted tokens that the grammar forbade, or their path."
-        )
-        self.verifies = self._counter("spec_verifies", "Verify passes, counted for each request.")
+        self.histograms = {name: self._histogram(name, about) for name, about in HISTOGRAMS.items()}
+        self.counters = {name: self._counter(name, about) for name, (_, about) in COUNTERS.items()}
         self.requests = self._counter("requests", "Ended requests.", ("finish_reason",))
         self.rejected = self._counter("requests_rejected", "Rejected HTTP requests.", ("status",))
         self.refused = self._counter(
@@ -94,24 +112,20 @@ class Metrics(Collector):
             return
         stats = output.stats
         self.requests.labels(output.finish_reason).inc()
-        self.prompt.inc(stats.prompt_tokens)
-        self.cached.inc(stats.cached_tokens)
-        self.output.inc(stats.output_tokens)
-        self.drafted.inc(stats.drafted_tokens)
-        self.accepted.inc(stats.accepted_drafts)
-        self.grafted.inc(stats.grafted_tokens)
-        self.right_grafts.inc(stats.accepted_grafts)
-        self.illegal.inc(stats.illegal_drafts)
-        self.verifies.inc(stats.verifies)
+        for name, (figure, _) in COUNTERS.items():
+            self.counters[name].inc(getattr(stats, figure))
         self._verified_tokens += stats.verified_tokens
         self._verifies += stats.verifies
+        took_ms: dict[str, float] = {}
         if handle.request.grammar is not None:
-            self.compiling.observe(stats.grammar_compile_ms / 1e3)
+            took_ms["grammar_compile_seconds"] = stats.grammar_compile_ms
         if stats.output_tokens:
-            self.ttft.observe(stats.ttft_ms / 1e3)
-            self.whole.observe(stats.end_to_end_ms / 1e3)
+            took_ms["time_to_first_token_seconds"] = stats.ttft_ms
+            took_ms["e2e_request_latency_seconds"] = stats.end_to_end_ms
         if stats.output_tokens > 1:
-            self.tpot.observe(stats.tpot_ms / 1e3)
+            took_ms["time_per_output_token_seconds"] = stats.tpot_ms
+        for name, ms in took_ms.items():
+            self.histograms[name].observe(ms / 1e3)
         self.itl.add_all([gap_ms / 1e3 for gap_ms in stats.itl_ms])
         for drafts, count in enumerate(stats.accept_histogram):
             self.lengths.add(drafts + 1, count)
@@ -142,8 +156,8 @@ class Metrics(Collector):
         if self.snapshot is not None:
             yield from _engine(self.snapshot)
 
-    def _histogram(self, name: str, about: str, buckets: Iterable[float] = SECONDS) -> Histogram:
-        return Histogram(PREFIX + name, about, registry=self.registry, buckets=tuple(buckets))
+    def _histogram(self, name: str, about: str) -> Histogram:
+        return Histogram(PREFIX + name, about, registry=self.registry, buckets=SECONDS)
 
     def _counter(self, name: str, about: str, labels: tuple[str, ...] = ()) -> Counter:
         return Counter(PREFIX + name, about, labels, registry=self.registry)
@@ -151,21 +165,7 @@ class Metrics(Collector):
 
 def _engine(state: dict[str, Any]) -> Iterable[Metric]:
     """The engine's own figures."""
-    gauges = {
-        "num_requests_running": ("running", "Running requests."),
-        "num_requests_waiting": ("waiting", "Requests that wait for a batch slot or pages."),
-        "num_requests_compiling": ("compiling", "Requests whose grammar is being compiled."),
-        "kv_pages_in_use": ("pages_in_use", "Pages of the KV cache in use."),
-        "kv_pages": ("pages", "Pages of the KV cache."),
-        "kv_bytes": ("kv_bytes", "Memory of the KV cache."),
-        "kv_touched_bytes": (
-            "kv_touched_bytes",
-            "Memory of the pages that were in use so far: on a CPU, what the cache has taken.",
-        ),
-        "state_bytes": ("state_bytes", "Memory of the states of layers without keys."),
-        "engine_resident_bytes": ("rss_bytes", "Resident memory of the engine's process."),
-    }
-    for name, (key, about) in gauges.items():
+    for name, (key, about) in GAUGES.items():
         yield _gauge(name, about, float(state[key]))
     usage = state["pages_in_use"] / state["pages"]
     yield _gauge("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", usage)

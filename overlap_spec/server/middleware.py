@@ -44,15 +44,10 @@ class GuardMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        settings: ServerSettings,
-        keys: Keys,
-        rejected: Callable[[int], None],
+        self, app: ASGIApp, settings: ServerSettings, keys: Keys, rejected: Callable[[int], None]
     ) -> None:
-        self.app, self._rejected = app, rejected
-        self._limit = settings.max_body_bytes
-        self._body_timeout_s = settings.body_timeout_s
+        self.app, self._rejected, self._keys = app, rejected, keys
+        self._limit, self._body_timeout_s = settings.max_body_bytes, settings.body_timeout_s
         self._own_turn = Turnstile()
         # Bytes of the bodies whose requests have not been answered yet.
         self.bodies = Shares(settings.max_bodies_bytes)
@@ -60,7 +55,6 @@ class GuardMiddleware:
         # Requests under way that may hold memory.
         self._under_way = 0
         self._names = _allowed_names(settings)
-        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -91,84 +85,72 @@ class GuardMiddleware:
         return counted
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, held: HeldBody) -> None:
-        headers, path, method = dict(scope["headers"]), scope["path"], scope["method"]
-        error = self._check(path, method, headers, scope[OWNER])
-        if error is not None:
-            await error_response(error, path)(scope, receive, send)
-            return
-        if not _takes_body(path, method):
-            if method == "HEAD":
+        method, body = scope["method"], b""
+        try:
+            self._check(scope)
+            if _takes_body(scope):
+                chunks = await self._read(receive, held)
+                if chunks is None:
+                    return
+                if held.size > LARGE_BODY:
+                    await self._own_turn()
+                body = b"".join(chunks)
+                del chunks
+                if count_values(body) > MOST_VALUES:
+                    raise ApiError(413, f"the body has more than {MOST_VALUES} values")
+                scope[OWN_TURN] = self._own_turn
+            elif method == "HEAD":
                 # As GET; uvicorn leaves out the answer's body.
                 scope = {**scope, "method": "GET"}
-            await self.app(scope, _replay(b"", receive), send)
+        except ApiError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
             return
-        try:
-            async with asyncio.timeout(self._body_timeout_s):
-                chunks = await self._read(receive, held)
-        except TimeoutError:
-            text = f"the body did not come in {self._body_timeout_s:g} s (body_timeout_s)"
-            chunks = ApiError(408, text)
-        if chunks is None:
-            return
-        if isinstance(chunks, ApiError):
-            await error_response(chunks, path)(scope, receive, send)
-            return
-        if held.size > LARGE_BODY:
-            await self._own_turn()
-        body = b"".join(chunks)
-        del chunks
-        if count_values(body) > MOST_VALUES:
-            error = ApiError(413, f"the body has more than {MOST_VALUES} values")
-            await error_response(error, path)(scope, receive, send)
-            return
-        scope[OWN_TURN] = self._own_turn
         await self.app(scope, _replay(body, receive), send)
 
-    async def _read(self, receive: Receive, held: HeldBody) -> list[bytes] | ApiError | None:
+    async def _read(self, receive: Receive, held: HeldBody) -> list[bytes] | None:
         """The whole body in pieces; None if the client has gone."""
         chunks: list[bytes] = []
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return None
-            chunks.append(message.get("body", b""))
-            if held.size + len(chunks[-1]) > self._limit:
-                return self._too_large()
-            if not held.add(len(chunks[-1])):
-                text = f"all bodies in flight exceed {self.bodies.most} bytes (max_bodies_bytes)"
-                return ApiError(429, text, code="queue_full", kind="rate_limit_error")
-            if not message.get("more_body", False):
-                return chunks
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                while (message := await receive())["type"] == "http.request":
+                    chunks.append(message.get("body", b""))
+                    if held.size + len(chunks[-1]) > self._limit:
+                        raise self._too_large()
+                    if not held.add(len(chunks[-1])):
+                        text = f"all bodies in flight exceed {self.bodies.most} bytes"
+                        text += " (max_bodies_bytes)"
+                        raise ApiError(429, text, code="queue_full", kind="rate_limit_error")
+                    if not message.get("more_body", False):
+                        return chunks
+        except TimeoutError:
+            text = f"the body did not come in {self._body_timeout_s:g} s (body_timeout_s)"
+            raise ApiError(408, text) from None
+        return None
 
-    def _check(
-        self, path: str, method: str, headers: dict[bytes, bytes], owner: str | None
-    ) -> ApiError | None:
+    def _check(self, scope: Scope) -> None:
+        """Raise ApiError where a request's head says that it is not served."""
+        headers, path, method = dict(scope["headers"]), scope["path"], scope["method"]
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._limit:
-            return self._too_large()
-        if not _takes_body(path, method) and (int(length) or b"transfer-encoding" in headers):
-            return ApiError(413, f"{method} {path} takes no body: send none")
+            raise self._too_large()
+        if not _takes_body(scope) and (int(length) or b"transfer-encoding" in headers):
+            raise ApiError(413, f"{method} {path} takes no body: send none")
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             text = "the body is encoded: send it as it is, without Content-Encoding"
-            return ApiError(415, text, code="unsupported_encoding")
+            raise ApiError(415, text, code="unsupported_encoding")
         host = headers.get(b"host", b"").decode("latin-1")
         if self._names is not None and not _is_local(name := _name(host), self._names):
             message = f"this server is not called {name!r}: start it with --allowed-host {name}"
-            return ApiError(403, message, code="host_not_allowed")
-        if method == "POST" and not _is_open(path) and self._is_full():
+            raise ApiError(403, message, code="host_not_allowed")
+        # Without others under way, nothing would be freed by waiting.
+        if _takes_body(scope) and self._under_way > 1 and self._ceiling.is_reached():
             most = self._ceiling.most_bytes
             text = f"the server's front has over {most} bytes of memory (max_front_bytes)"
-            return ApiError(503, text, code="out_of_memory", kind="service_unavailable")
-        if not self._keys.are_asked_for or _is_open(path) or method == "OPTIONS":
-            return None
-        if owner is not None:
-            return None
-        message = "no or a wrong API key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
-        return ApiError(401, message, code="invalid_api_key")
-
-    def _is_full(self) -> bool:
-        # Without others under way, nothing would be freed by waiting.
-        return self._under_way > 1 and self._ceiling.is_reached()
+            raise ApiError(503, text, code="out_of_memory", kind="service_unavailable")
+        needs_key = self._keys.are_asked_for and not _is_open(path) and method != "OPTIONS"
+        if needs_key and scope[OWNER] is None:
+            message = "no or a wrong API key: send `Authorization: Bearer KEY`, or `x-api-key: KEY`"
+            raise ApiError(401, message, code="invalid_api_key")
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is over {self._limit} bytes (max_body_bytes)")
@@ -195,9 +177,9 @@ class HeldBody:
         self.size = 0
 
 
-def _takes_body(path: str, method: str) -> bool:
+def _takes_body(scope: Scope) -> bool:
     """Whether a body is read at all."""
-    return method == "POST" and not _is_open(path)
+    return scope["method"] == "POST" and not _is_open(scope["path"])
 
 
 def _is_open(path: str) -> bool:
@@ -209,10 +191,7 @@ def _credentials(headers: dict[bytes, bytes]) -> bytes:
     """The key that was sent, as ``Authorization`` has it; Anthropic's clients have a header of
     their own."""
     key = headers.get(b"x-api-key")
-    given = headers.get(b"authorization")
-    if given is None:
-        given = b"" if key is None else b"Bearer " + key
-    return given
+    return headers.get(b"authorization", b"" if key is None else b"Bearer " + key)
 
 
 def _allowed_names(settings: ServerSettings) -> frozenset[str] | None:
@@ -306,11 +285,6 @@ class BodyRoute(APIRoute):
         return read
 
 
-def is_probe(scope: Scope) -> bool:
-    """Whether a request asks for no more than the server's health."""
-    return scope["method"] in ("GET", "HEAD") and scope["path"] in PROBE_PATHS
-
-
 class ProbesOnly:
     """An application that answers probes, and all else with an error, which it tells; each answer
     is the last of its connection."""
@@ -325,7 +299,7 @@ class ProbesOnly:
                 message = {**message, "headers": headers}
             await send(message)
 
-        if is_probe(scope):
+        if scope["method"] in ("GET", "HEAD") and scope["path"] in PROBE_PATHS:
             await self._app(scope, receive, last)
         else:
             self._refused()

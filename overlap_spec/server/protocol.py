@@ -64,7 +64,7 @@ NO_SPECIAL = "special tokens are never part of the text: "
 
 # Kinds of `structured_outputs` that vLLM once took as fields of the body itself.
 GUIDED = ("json", "regex", "choice", "grammar", "json_object")
-GUIDED_ABOUT = "Deprecated: send structured_outputs."
+OLD: Any = Field(None, deprecated=True, description="Deprecated: send structured_outputs.")
 
 
 class Strict(BaseModel):
@@ -182,8 +182,7 @@ class StructuredOutputs(Strict):
         None, description="With json: whether `format` is held (`assertion`)."
     )
     additional_properties: Literal["closed", "schema"] | None = Field(
-        None,
-        description="With json or structural_tag: members that a schema does not name.",
+        None, description="With json or structural_tag: members that a schema does not name."
     )
     probabilities: bool | None = Field(
         None, description="With choice: the probability of each text, in `choice_probabilities`."
@@ -366,13 +365,11 @@ class OpenAIBody(GenerationBody):
     guided_decoding_backend: Label | None = Field(
         None, description="Not used: the server's own holds the whole constraint."
     )
-    guided_json: str | dict[str, Any] | bool | None = Field(
-        None, deprecated=True, description=GUIDED_ABOUT
-    )
-    guided_regex: str | None = Field(None, deprecated=True, description=GUIDED_ABOUT)
-    guided_choice: Items[str] | None = Field(None, deprecated=True, description=GUIDED_ABOUT)
-    guided_grammar: str | None = Field(None, deprecated=True, description=GUIDED_ABOUT)
-    guided_json_object: bool | None = Field(None, deprecated=True, description=GUIDED_ABOUT)
+    guided_json: str | dict[str, Any] | bool | None = OLD
+    guided_regex: str | None = OLD
+    guided_choice: Items[str] | None = OLD
+    guided_grammar: str | None = OLD
+    guided_json_object: bool | None = OLD
 
     refused: ClassVar[Mapping[str, str]] = {
         "guided_whitespace_pattern": "send structured_outputs.disable_any_whitespace",
@@ -418,7 +415,9 @@ class OpenAIBody(GenerationBody):
             raise InvalidRequest("best_of is not supported: leave it out, or send n", "best_of")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs goes without stream: true", "prompt_logprobs")
-        told = {"origins": self.with_origins or None, "draft_trees": self.with_draft_trees or None}
+        asked = self.stream_options or StreamOptions.model_validate({})
+        trees = asked.include_draft_trees or None
+        told = {"origins": trees or asked.include_token_origins or None, "draft_trees": trees}
         return super().parameters(stop=self.stop, **told, **more)
 
     @property
@@ -429,10 +428,10 @@ class OpenAIBody(GenerationBody):
     def usage_so_far(self, request: Request, tokens: int) -> dict[str, Any]:
         """The ``usage`` of a chunk behind so many tokens of its choice: null where a last chunk has
         it; nothing where it was not asked for."""
-        if not self.include_usage:
+        asked = self.stream_options
+        if asked is None or not asked.include_usage:
             return {}
-        assert self.stream_options is not None
-        if not self.stream_options.continuous_usage_stats:
+        if not asked.continuous_usage_stats:
             return {"usage": None}
         prompt = len(request.prompt_ids)
         counts = {"prompt_tokens": prompt, "completion_tokens": tokens}
@@ -445,14 +444,3 @@ class OpenAIBody(GenerationBody):
     def told_prompt(self, request: Request) -> dict[str, Any]:
         """``prompt_token_ids``, if they are asked for."""
         return {"prompt_token_ids": list(request.prompt_ids)} if self.return_token_ids else {}
-
-    @property
-    def with_origins(self) -> bool:
-        """Whether the stream has the origin of each token."""
-        options = self.stream_options
-        return self.with_draft_trees or bool(options and options.include_token_origins)
-
-    @property
-    def with_draft_trees(self) -> bool:
-        """Whether the stream has the drafts of each step."""
-        return bool(self.stream_options and self.stream_options.include_draft_trees)

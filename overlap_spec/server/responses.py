@@ -13,7 +13,7 @@ from starlette.responses import Response
 from overlap_spec.async_engine import AsyncRequestHandle
 from overlap_spec.chat_messages import read_arguments
 from overlap_spec.errors import InvalidRequest
-from overlap_spec.server.conversation import Conversation
+from overlap_spec.server.conversation import Conversation, Event, PartWriter
 from overlap_spec.server.errors import ApiError
 from overlap_spec.server.events import Wire
 from overlap_spec.server.logprobs import chat_logprobs, cut_stop, without_stop
@@ -30,6 +30,7 @@ from overlap_spec.server.protocol import (
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Serving,
     findings,
     interleaved,
@@ -49,7 +50,6 @@ from overlap_spec.server.task import (
 )
 from overlap_spec.types import FinishReason, Output, SamplingParams, TokenLogprobs
 
-Event = dict[str, Any]
 # Engine's finish reason → the response's status; the reason of one that is incomplete.
 STATUS = {"length": "incomplete", "abort": "cancelled"}
 INCOMPLETE = {"reason": "max_output_tokens"}
@@ -314,11 +314,7 @@ class ResponsesBody(ChatFields, Unused):
         return LOGPROBS in (self.include or ()) or self.top_logprobs is not None
 
     def sampling(self) -> SamplingParams:
-        """The sampling parameters.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """The sampling parameters; InvalidRequest where fields contradict each other."""
         if self.with_logprobs and self.tools:
             raise InvalidRequest(
                 "log-probabilities go with a text alone: send no tools",
@@ -332,11 +328,7 @@ class ResponsesBody(ChatFields, Unused):
         )
 
     def task(self) -> ChatTask:
-        """What the body asks for.
-
-        Raises:
-            InvalidRequest: fields that contradict each other.
-        """
+        """What the body asks for; InvalidRequest where fields contradict each other."""
         # What a response without tools says itself, and clients send again.
         choice: Any = None if self.tool_choice == "auto" else self.tool_choice
         if isinstance(choice, NamedTool | AllowedTools):
@@ -412,9 +404,8 @@ async def responses(service: Serving, body: ResponsesBody, http: HttpRequest) ->
         raise InvalidRequest(message, field)
     chat = await service.run_until_disconnect(http, Conversation.prepare(service, body.task))
     shown = ResponseFormatter(chat, body, label, model)
-    return await service.answer(
-        http, shown, [chat.request], [label], chat.field, stream=body.stream, model=model
-    )
+    group = RequestGroup([label], [chat.request], chat.field)
+    return await service.answer(http, shown, group, stream=body.stream, model=model)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -442,11 +433,11 @@ class ResponseFormatter(Format):
         (output,) = outputs
         self._thinking.push(output.token_ids)
         for piece in self._conversation.assembler().take(output):
-            self._writer.push(piece, [])
+            self._writer.push(piece)
         status = STATUS.get(output.finish_reason, "completed")
         self._writer.finish(_item_status(output.finish_reason))
         if self._with_logprobs:
-            (part,) = self._writer.items[-1]["content"]
+            (part,) = self._writer.parts[-1]["content"]
             part["logprobs"] = self._logprobs(*without_stop(output))
         return self._response(status, output)
 
@@ -455,18 +446,16 @@ class ResponseFormatter(Format):
         (handle,), assembler = handles, self._conversation.assembler()
         for kind in ("response.created", "response.in_progress"):
             yield self._numbered({"type": kind, "response": self._response("in_progress")})
-        pending: list[Any] = []
         async for _, delta in interleaved(handles):
             self._thinking.push(delta.token_ids)
             pieces = assembler.take(delta)
             if self._with_logprobs:
-                pending += self._logprobs(*cut_stop(handle.request, delta))
-                if pending and not pieces:
+                self._writer.logprobs += self._logprobs(*cut_stop(handle.request, delta))
+                if self._writer.logprobs and not pieces:
                     pieces = [{"content": ""}]
             for piece in pieces:
-                for event in self._writer.push(piece, pending):
+                for event in self._writer.push(piece):
                     yield self._numbered(event)
-                pending = []
         output = await handle.finish()
         for event in self._writer.finish(_item_status(output.finish_reason)):
             yield self._numbered(event)
@@ -478,10 +467,7 @@ class ResponseFormatter(Format):
         """The last event of a stream that fails."""
         told = error.body()["error"]
         response = self._response("failed")
-        response["error"] = {
-            "code": told["code"] or told["type"],
-            "message": told["message"],
-        }
+        response["error"] = {"code": told["code"] or told["type"], "message": told["message"]}
         return self._numbered({"type": "response.failed", "response": response})
 
     def _numbered(self, event: Event) -> Event:
@@ -514,8 +500,8 @@ class ResponseFormatter(Format):
             "background": False,
             "service_tier": "default",
             "store": False,
-            "temperature": _default(sampling.temperature, 1.0),
-            "top_p": _default(sampling.top_p, 1.0),
+            "temperature": 1.0 if sampling.temperature is None else sampling.temperature,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "text": {"format": sent.get("text", {}).get("format", {"type": "text"})},
             "tool_choice": sent.get("tool_choice", "auto"),
@@ -528,7 +514,7 @@ class ResponseFormatter(Format):
         return self._head | {
             "status": status,
             "incomplete_details": INCOMPLETE if status == "incomplete" else None,
-            "output": list(self._writer.items) if output is not None else [],
+            "output": list(self._writer.parts) if output is not None else [],
             "usage": None if output is None else self._usage(output),
             **ended,
             **({} if output is None else findings(output) | speculation([output])),
@@ -538,10 +524,7 @@ class ResponseFormatter(Format):
         stats = output.stats
         return {
             "input_tokens": stats.prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": stats.cached_tokens,
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": stats.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": stats.output_tokens,
             "output_tokens_details": {"reasoning_tokens": self._thinking.count},
             "total_tokens": stats.prompt_tokens + stats.output_tokens,
@@ -558,102 +541,78 @@ def _item_status(reason: FinishReason) -> str:
     return "completed" if reason == "stop" else "incomplete"
 
 
-def _default(value: float | None, otherwise: float) -> float:
-    return otherwise if value is None else value
-
-
-class ItemWriter:
-    """Takes the deltas of a chat's answer; gives the Responses API's events, and the items.
-
-    Thinking, text and each call are items of their own, in the order in which they are written.
+class ItemWriter(PartWriter):
+    """Writes the Responses API's events and items: thinking, text and each call are items of their
+    own, in the order in which they are written.
 
     Attributes:
-        items: Of the output; the last one may be open.
+        logprobs: Those of the next piece of text.
     """
 
     def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._open = False
-        # Of the open item, whose fields are set when it ends.
-        self._text = ""
-
-    def push(self, delta: dict[str, Any], logprobs: list[Any]) -> list[Event]:
-        """The events of a delta in chat completions' form; ``logprobs`` are those of its text."""
-        events: list[Event] = []
-        if "reasoning_content" in delta:
-            events += self._begin("reasoning")
-            events += self._add("response.reasoning_text.delta", delta["reasoning_content"])
-        if "content" in delta:
-            events += self._begin("message")
-            more = {"logprobs": logprobs}
-            events += self._add("response.output_text.delta", delta["content"], **more)
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                events += self._end()
-                own = {"call_id": call["id"], "name": call["function"]["name"], "arguments": ""}
-                events += self._start("function_call", "fc_", own)
-            if text := call["function"]["arguments"]:
-                events += self._add("response.function_call_arguments.delta", text)
-        return events
+        super().__init__("reasoning", "message")
+        self.logprobs: list[Any] = []
+        self._status = "completed"
 
     def finish(self, status: str) -> list[Event]:
         """The events of the output's end; ``status`` is that of the item that it ends in."""
-        events = [] if self.items else self._begin("message")
-        return events + self._end(status)
+        events = [] if self.parts else self._begin("message")
+        self._status = status
+        return events + self.end()
 
-    def _begin(self, kind: str) -> list[Event]:
-        """Go on with the open item if it is of this kind, else end it and start one."""
-        if self._open and self.items[-1]["type"] == kind:
-            return []
-        events = self._end()
+    def _start(self, kind: str) -> list[Event]:
         if kind == "message":
-            events += self._start(kind, "msg_", {"role": "assistant", "content": []})
+            events = self._opened(kind, "msg_", {"role": "assistant", "content": []})
         else:
-            events += self._start(kind, "rs_", {"summary": [], "content": []})
+            events = self._opened(kind, "rs_", {"summary": [], "content": []})
         part = {"part": self._part()}
-        return [*events, self._event("response.content_part.added", content_index=0, **part)]
+        return [*events, self._event("content_part.added", content_index=0, **part)]
 
-    def _start(self, kind: str, prefix: str, own: dict[str, Any]) -> list[Event]:
+    def _start_call(self, label: str, name: str) -> list[Event]:
+        own = {"call_id": label, "name": name, "arguments": ""}
+        return self._opened("function_call", "fc_", own)
+
+    def _opened(self, kind: str, prefix: str, own: dict[str, Any]) -> list[Event]:
         item = {"id": new_id(prefix), "type": kind, "status": "in_progress", **own}
-        self.items.append(item)
-        self._open, self._text = True, ""
-        shown = {"output_index": len(self.items) - 1, "item": dict(item)}
-        return [{"type": "response.output_item.added", **shown}]
+        shown = self._put(item)
+        place = len(self.parts) - 1
+        return [{"type": "response.output_item.added", "output_index": place, "item": shown}]
 
-    def _add(self, kind: str, text: str, **more: Any) -> list[Event]:
-        self._text += text
-        index = {} if self.items[-1]["type"] == "function_call" else {"content_index": 0}
-        return [self._event(kind, **index, delta=text, **more)]
+    def _added(self, text: str) -> Event:
+        match self.parts[-1]["type"]:
+            case "function_call":
+                return self._event("function_call_arguments.delta", delta=text)
+            case "reasoning":
+                return self._event("reasoning_text.delta", content_index=0, delta=text)
+        told, self.logprobs = self.logprobs, []
+        return self._event("output_text.delta", content_index=0, delta=text, logprobs=told)
 
-    def _end(self, status: str = "completed") -> list[Event]:
-        """End the open item, if there is one."""
-        if not self._open:
-            return []
-        item, text, self._open = self.items[-1], self._text, False
-        item["status"] = status
+    def _ended(self) -> list[Event]:
+        item, text = self.parts[-1], self._text
+        item["status"] = self._status
         if item["type"] == "function_call":
             item["arguments"] = text
-            kind, own = "response.function_call_arguments.done", {"name": item["name"]}
-            events = [self._event(kind, arguments=text, **own)]
+            own = {"arguments": text, "name": item["name"]}
+            events = [self._event("function_call_arguments.done", **own)]
         else:
             item["content"] = [self._part()]
             is_message = item["type"] == "message"
-            kind = "response.output_text.done" if is_message else "response.reasoning_text.done"
+            kind = "output_text.done" if is_message else "reasoning_text.done"
             # What came with the deltas is not repeated.
             more: dict[str, Any] = {"logprobs": []} if is_message else {}
             part = {"part": self._part()}
             events = [
                 self._event(kind, content_index=0, text=text, **more),
-                self._event("response.content_part.done", content_index=0, **part),
+                self._event("content_part.done", content_index=0, **part),
             ]
-        shown = {"output_index": len(self.items) - 1, "item": dict(item)}
+        shown = {"output_index": len(self.parts) - 1, "item": dict(item)}
         return [*events, {"type": "response.output_item.done", **shown}]
 
     def _part(self) -> dict[str, Any]:
-        if self.items[-1]["type"] == "reasoning":
+        if self.parts[-1]["type"] == "reasoning":
             return {"type": "reasoning_text", "text": self._text}
         return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
 
     def _event(self, kind: str, **own: Any) -> Event:
-        index = len(self.items) - 1
-        return {"type": kind, "item_id": self.items[-1]["id"], "output_index": index, **own}
+        place = {"item_id": self.parts[-1]["id"], "output_index": len(self.parts) - 1}
+        return {"type": f"response.{kind}", **place, **own}

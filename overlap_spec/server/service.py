@@ -37,15 +37,15 @@ class RequestGroup:
         labels: The id of each request for the client, who may abort all that share one.
         requests: One for each output.
         field: The field of the body that their grammars come from.
-        owner: Who may abort them.
         id_field: The field of the body that may have named the labels.
+        owner: Who may abort them.
     """
 
     labels: Sequence[str]
     requests: Sequence[Request]
     field: str | None = None
-    owner: str = ""
     id_field: str = "rid"
+    owner: str = ""
 
     @property
     def keys(self) -> list[tuple[str, str]]:
@@ -168,27 +168,25 @@ class Service:
         self,
         http: HttpRequest,
         shown: Format,
-        requests: Sequence[Request],
-        labels: Sequence[str],
-        field: str | None,
+        group: RequestGroup,
         *,
         stream: bool | None,
-        id_field: str = "rid",
         model: str | None = None,
     ) -> Response:
         """The reply to one HTTP request, as a whole or as a stream; if the client disconnects, the
         engine's requests are aborted.
 
         Args:
-            requests, labels, field, id_field: See :class:`RequestGroup`.
+            group: Without its owner.
             model: Whose reply it is, where it may be an adapter's.
 
         Raises:
             ApiError: a request failed.
         """
+        requests = group.requests
         if model in self.engine.config.adapters:
             requests = [replace(request, lora=model) for request in requests]
-        group = RequestGroup(labels, requests, field, http.scope[OWNER], id_field)
+        group = replace(group, requests=requests, owner=http.scope[OWNER])
         if stream:
             return await self._stream(http, group, shown)
         outputs: list[Output] = await self.run_until_disconnect(http, self._outputs(group))

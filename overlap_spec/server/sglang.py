@@ -37,6 +37,7 @@ from overlap_spec.server.protocol import (
 from overlap_spec.server.service import (
     STREAMS,
     Format,
+    RequestGroup,
     Service,
     Serving,
     fan_out,
@@ -45,7 +46,6 @@ from overlap_spec.server.service import (
     new_id,
     routes,
 )
-from overlap_spec.stats import RequestStats
 from overlap_spec.tokenizer import Tokenizer
 from overlap_spec.types import Delta, Output, Request, SamplingParams
 
@@ -175,7 +175,8 @@ async def generate(service: Serving, body: GenerateBody, http: HttpRequest) -> R
     labels = [label for label, each in zip(labels, counts, strict=True) for _ in range(each)]
     is_single = single and len(requests) == 1
     shown = SGLangFormatter(service.engine.tokenizer, body, labels, is_single)
-    return await service.answer(http, shown, requests, labels, source, stream=body.stream)
+    group = RequestGroup(labels, requests, source)
+    return await service.answer(http, shown, group, stream=body.stream)
 
 
 def _labels(body: GenerateBody, count: int) -> list[str]:
@@ -283,7 +284,25 @@ class SGLangFormatter(Format):
             reason["matched"] = output.stop_match
         if output.finish_reason == "length":
             reason["length"] = output.stats.output_tokens
-        meta = self._meta(index, reason, output)
+        stats = output.stats
+        meta = {
+            "id": self._ids[index],
+            "finish_reason": reason,
+            "prompt_tokens": stats.prompt_tokens,
+            "completion_tokens": stats.output_tokens,
+            "cached_tokens": stats.cached_tokens,
+            "spec_accept_rate": stats.accept_rate,
+            "spec_accept_length": stats.accept_length,
+            "spec_verify_ct": stats.verifies,
+            "spec_correct_drafts_histogram": stats.accept_histogram,
+            "e2e_latency": stats.end_to_end_ms / 1e3,
+            "ttft": stats.ttft_ms / 1e3,
+            "grammar_compile_ms": stats.grammar_compile_ms,
+            "grammar_ms": stats.grammar_ms,
+            "exposed_ms": stats.exposed_ms,
+            "idle_ms": stats.idle_ms,
+            **findings(output),
+        }
         return {"text": output.text, "output_ids": list(output.token_ids), "meta_info": meta}
 
     async def events(self, handles: Sequence[AsyncRequestHandle]) -> AsyncIterator[Any]:
@@ -313,24 +332,6 @@ class SGLangFormatter(Format):
         }
         return {"text": so_far.text, "output_ids": so_far.ids, "meta_info": meta}
 
-    def _meta(self, index: int, reason: dict[str, Any], output: Output) -> dict[str, Any]:
-        stats = output.stats
-        return {
-            "id": self._ids[index],
-            "finish_reason": reason,
-            "prompt_tokens": stats.prompt_tokens,
-            "completion_tokens": stats.output_tokens,
-            "cached_tokens": stats.cached_tokens,
-            **speculation(stats),
-            "e2e_latency": stats.end_to_end_ms / 1e3,
-            "ttft": stats.ttft_ms / 1e3,
-            "grammar_compile_ms": stats.grammar_compile_ms,
-            "grammar_ms": stats.grammar_ms,
-            "exposed_ms": stats.exposed_ms,
-            "idle_ms": stats.idle_ms,
-            **findings(output),
-        }
-
     def _logprobs(self) -> SGLangLogprobs | None:
         if not self.body.return_logprob:
             return None
@@ -344,16 +345,6 @@ def _in_parts(event: dict[str, Any], logprobs: SGLangLogprobs | None) -> Any:
     meta = event.pop("meta_info")
     head = msgspec.json.encode(event)[:-1] + b',"meta_info":' + msgspec.json.encode(meta)[:-1]
     return InParts([head, *logprobs.parts(), b"}}"])
-
-
-def speculation(stats: RequestStats) -> dict[str, Any]:
-    """A request's speculation figures, under SGLang's names."""
-    return {
-        "spec_accept_rate": stats.accept_rate,
-        "spec_accept_length": stats.accept_length,
-        "spec_verify_ct": stats.verifies,
-        "spec_correct_drafts_histogram": stats.accept_histogram,
-    }
 
 
 @router.post("/abort_request")
