@@ -26,7 +26,6 @@ from overlap_spec.worker import build as build_module
 from overlap_spec.worker import warm_up
 from overlap_spec.worker.build import graph_bytes
 from overlap_spec.worker.cuda_graphs import CudaGraphs
-from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.examples import padding
 from overlap_spec.worker.graphs import (
@@ -37,6 +36,7 @@ from overlap_spec.worker.graphs import (
 )
 from overlap_spec.worker.in_flight import Buffers
 from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.capture import Kernels, as_on_a_gpu, engine_of
@@ -52,7 +52,7 @@ WORDS = Grammar.choice(["alpha", "beta", "alphabet", "gamma rays"])
 def as_served_by_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
     monkeypatch.setattr(build_module, "recordings_of", held_graphs)
-    monkeypatch.setattr(DraftPhase, "_visible", all_columns)
+    monkeypatch.setattr(Phases, "_visible", all_columns)
     traits = build_module.traits_of
     monkeypatch.setattr(
         build_module, "traits_of", lambda phases: replace(traits(phases), compiles=True)
@@ -170,7 +170,7 @@ def at_start(worker: Worker, limits: Mapping[Tier, int]) -> int:
 
     graphs = HeldGraphs(worker.recordings.drafts, worker.guard)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaGraphs, "_new", entered)
+        patch.setattr(CudaGraphs, "_find", entered)
         warm_up.record_all(graphs, limits)
     return len(graphs._known)
 

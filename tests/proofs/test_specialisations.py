@@ -14,7 +14,7 @@ from overlap_spec.engine import Engine
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.speculation.tiers import SlotPolicy
 from overlap_spec.worker import build as build_module
-from overlap_spec.worker.draft_phase import DraftPhase
+from overlap_spec.worker.phases import Phases
 from tests.support import chaos
 from tests.support.held_graphs import HeldGraphs, all_columns, held_graphs
 from tests.support.specialisations import Key, noted_kernels
@@ -40,7 +40,7 @@ EVERYTHING: list[dict[str, Any]] = [
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
     monkeypatch.setattr(build_module, "recordings_of", held_graphs)
-    monkeypatch.setattr(DraftPhase, "_visible", all_columns)
+    monkeypatch.setattr(Phases, "_visible", all_columns)
     traits = build_module.traits_of
     monkeypatch.setattr(
         build_module, "traits_of", lambda phases: replace(traits(phases), compiles=True)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from overlap_spec.steps import StepPlan
 from overlap_spec.worker.cuda_graphs import CudaGraphs
-from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.graphs import Place, Recorded, Tensors
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.recordings import Recordings
 
 
@@ -53,7 +53,7 @@ class HeldGraphs(CudaGraphs):
         return 0
 
 
-def all_columns(phase: DraftPhase, _: StepPlan) -> int:
+def all_columns(phase: Phases, _: StepPlan) -> int:
     """In the place of what a CPU's trees read of the page tables."""
     return phase.runner.tables.pages.shape[1]
 
