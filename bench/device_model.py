@@ -23,7 +23,6 @@ from overlap_spec.types import Request
 from overlap_spec.worker.graphs import packed_size
 from overlap_spec.worker.packed_rows import pack_rows
 from overlap_spec.worker.passes import (
-    Accepted,
     AcceptResult,
     Drafted,
     Prefilled,
@@ -321,7 +320,7 @@ class TablePhases:
             ]
             chunks = self._packed(found, 0)
         self.took_us = at(self._streams.device.accept_us, max(len(plan.verified), 1))
-        step.decided = Accepted(trees, chunks)
+        step.decided = trees, chunks
 
     def _accept(self, row: int, number: int, nodes: int, runs: Any) -> tuple[Any, ...]:
         """Accepted drafts, living ones, tokens and the run behind them, of one tree."""

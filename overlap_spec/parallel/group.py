@@ -1,8 +1,8 @@
 """What the ranks of one engine compute together and tell each other, over ``torch.distributed``.
 
-Two groups of their own, beside whatever the process does with ``torch.distributed`` besides: one
-for tensors of the passes (NCCL on GPUs, gloo on CPUs), which the compute stream uses alone, and one
-for what rank 0 tells the others (gloo, host memory), so that neither waits for the other.
+Two groups of their own: one for tensors of the passes (NCCL on GPUs, gloo on CPUs), which the
+compute stream uses alone, and one for what rank 0 tells the others (gloo, host memory), so that
+neither waits for the other.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -26,7 +26,7 @@ from overlap_spec.parallel.launch import Launch, Store, dist
 
 c10d: Any = _distributed_c10d
 # A rank that lets the others wait for so long is given up.
-STALL_S = 180.0
+STALL = timedelta(seconds=180)
 # What a rank waits for the next step, or for others to load: no time at all means that none comes.
 PATIENCE = timedelta(days=365)
 POLL_S = 0.02
@@ -48,7 +48,7 @@ class Group:
 
     Attributes:
         key: What rank 0 signs its calls with, 32 bytes: who reaches a port of a rank does not know
-            it. The ranks meet under it in their store, a private folder on one machine.
+            it. It is in the ranks' store, a private folder on one machine.
 
     Raises:
         EngineUnavailable: a rank that this process has started ended instead.
@@ -63,29 +63,23 @@ class Group:
         self._meet("groups")
         own = os.environ.get(KEY_VARIABLE, "").encode()
         self.key = hashlib.blake2b(own + store.get(KEY), digest_size=32).digest()
-        stall = timedelta(seconds=STALL_S)
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._timeout = stall
-        kinds = dist.ProcessGroupGloo
-        own_machine = loopback and kinds.create_device(hostname=LOOPBACK)
-        gloo._devices = [own_machine or kinds.create_default_device()]
-        self._control = dist.ProcessGroupGloo(
-            dist.PrefixStore("control", store), shard.rank, shard.size, gloo
-        )
-        own = dist.PrefixStore("passes", store)
-        self._passes: Any
+        gloo, place = dist.ProcessGroupGloo, (shard.rank, shard.size)
+        options = gloo._Options()
+        options._timeout = STALL
+        own_machine = loopback and gloo.create_device(hostname=LOOPBACK)
+        options._devices = [own_machine or gloo.create_default_device()]
+        self._control = gloo(dist.PrefixStore("control", store), *place, options)
+        own, kind = dist.PrefixStore("passes", store), dist.ProcessGroup.BackendType.GLOO
+        made: Any = gloo
         if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = stall
-            self._passes = dist.ProcessGroupNCCL(own, shard.rank, shard.size, options)
-            kind = dist.ProcessGroup.BackendType.NCCL
-        else:
-            self._passes = dist.ProcessGroupGloo(own, shard.rank, shard.size, gloo)
-            kind = dist.ProcessGroup.BackendType.GLOO
+            made, kind = dist.ProcessGroupNCCL, dist.ProcessGroup.BackendType.NCCL
+            options = made.Options()
+            options._timeout = STALL
+        self._passes: Any = made(own, *place, options)
         # By a name, which a recorded pass can hold.
         self.name = f"overlap_spec-{os.getpid()}-{next(_numbers)}"
         # Of which the registry keeps no more than a weak reference.
-        self._named = dist.ProcessGroup(own, shard.rank, shard.size)
+        self._named = dist.ProcessGroup(own, *place)
         self._named._set_default_backend(kind)
         self._named._register_backend(torch.device(device.type), kind, self._passes)
         self._named._set_group_name(self.name)
@@ -105,12 +99,12 @@ class Group:
 
     def send(self, tensor: Tensor) -> None:
         """Tell all others a tensor in host memory; returns when it is under way."""
-        self._broadcast(tensor, self.shard.rank, timedelta(seconds=STALL_S))
+        self._broadcast(tensor, self.shard.rank, STALL)
 
     def receive(self, tensor: Tensor, source: int = 0) -> None:
         """Wait until rank ``source`` has told it: rank 0 however long that takes; another, which
-        tells only what it was asked for, as long as a rank may stall."""
-        self._broadcast(tensor, source, timedelta(seconds=STALL_S) if source else PATIENCE)
+        was asked for it, as long as a rank may stall."""
+        self._broadcast(tensor, source, STALL if source else PATIENCE)
 
     def _broadcast(self, tensor: Tensor, source: int, patience: timedelta) -> None:
         options = dist.BroadcastOptions()
@@ -142,9 +136,8 @@ class Group:
 
     def abort(self) -> None:
         """Let go of what waits for ranks that are gone."""
-        abort = getattr(self._passes, "abort", None)
-        if abort is not None and self._passes.name() == "nccl":
-            abort()
+        if hasattr(self._passes, "abort") and self._passes.name() == "nccl":
+            self._passes.abort()
 
     def close(self) -> None:
         """Leave; nothing of the passes may be under way."""

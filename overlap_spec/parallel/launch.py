@@ -21,13 +21,8 @@ FOLDER_PREFIX = "overlap-spec-ranks-"
 
 
 class Launch(NamedTuple):
-    """How this process stands to the others.
-
-    Attributes:
-        store: Where it meets them.
-        loopback: Whether all are on this machine.
-        processes: The others', if it has started them.
-    """
+    """How this process stands to the others: the ``store`` where it meets them, whether all are on
+    this machine (``loopback``), and their processes, if it has started them."""
 
     shard: Shard
     store: Store
@@ -44,10 +39,7 @@ def launched(environment: Mapping[str, str] = os.environ) -> Shard | None:
 
 def launch(size: int, module: str) -> Launch:
     """Rank 0 of ``size`` with processes of its own, which run ``module``; or what torchrun says.
-
-    Raises:
-        ConfigError: torchrun has started another number of processes.
-    """
+    ConfigError: it has started another number of processes."""
     shard = launched()
     if shard is None:
         # No other user may write here, as they may to a port.

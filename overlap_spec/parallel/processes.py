@@ -22,23 +22,14 @@ PACKAGE_PARENT = str(Path(__file__).resolve().parent.parent.parent)
 
 
 class Processes:
-    """Ranks 1 to ``size`` - 1, each ``python -m MODULE PARENT ARGUMENTS RANK``.
-
-    The first of them that ends before :meth:`close` ends all others: what still waits for them then
-    fails at once.
-
-    Args:
-        folder: Removed at the end.
-
-    Attributes:
-        on_loss: Called when one has ended too early.
-    """
+    """Ranks 1 to ``size`` - 1, each ``python -m MODULE PARENT ARGUMENTS RANK``. The first that ends
+    before :meth:`close` ends all others, and calls ``on_loss``: what waits for them fails at once.
+    ``folder`` is removed at the end."""
 
     def __init__(self, module: str, arguments: Sequence[str], size: int, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._lock = folder, threading.Lock()
         self.on_loss: Callable[[], None] = lambda: None
         self._closing, self._lost, self._gone = False, "", threading.Event()
-        self._lock = threading.Lock()
         self._all: dict[int, subprocess.Popen[bytes]] = {}
         self._watchers: list[threading.Thread] = []
         try:
@@ -73,11 +64,8 @@ class Processes:
         self.on_loss()
 
     def close(self, farewell: Callable[[], None]) -> None:
-        """Tell all to end, wait for them, and kill those that do not end in :data:`GRACE_S`.
-
-        Args:
-            farewell: Tells them; not called where they are gone.
-        """
+        """Tell all to end by ``farewell``, unless they are gone; wait for them, and kill those that
+        do not end in :data:`GRACE_S`."""
         self._closing = True
         if not self._lost:
             farewell()
@@ -114,12 +102,11 @@ class Processes:
         status = process.wait()
         if self._closing:
             return
-        ended = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended"
-        code = f" with exit status {status}" if status >= 0 else ""
-        self.give_up(
-            f"tensor_parallel_size: rank {rank} {ended}{code}, and the engine with it: "
-            "make a new one"
-        )
+        ended = f"ended with exit status {status}"
+        if status < 0:
+            ended = f"was killed by {signal.Signals(-status).name}"
+        told = f"rank {rank} {ended}, and the engine with it: make a new one"
+        self.give_up(f"tensor_parallel_size: {told}")
 
     def _kill(self) -> None:
         for process in list(self._all.values()):

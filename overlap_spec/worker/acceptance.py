@@ -10,7 +10,7 @@ from torch import Tensor
 from overlap_spec.config import EngineConfig
 from overlap_spec.kernels import Tree, accept_by_probability, coins, noise_keys, sampled_probs
 from overlap_spec.kernels.sampling import ACCEPT, RESIDUAL, draw
-from overlap_spec.worker.sampler import Masks, Nodes
+from overlap_spec.worker.sampler import Masks, Nodes, filters
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 
 
@@ -18,9 +18,7 @@ class AcceptanceRule:
     """The settings' rule, over all nodes of a step: it changes what is chosen after them.
 
     Thresholds are for sampled rows; relaxed acceptance is for all of them, inside the thinking.
-
-    Attributes:
-        asks_thinking: Whether it wants to know which requests think.
+    ``asks_thinking``: whether it wants to know which requests think.
     """
 
     def __init__(self, config: EngineConfig, tables: RowTables) -> None:
@@ -58,10 +56,7 @@ class AcceptanceRule:
         tables, rows, tree = self.tables, nodes.rows, nodes.tree
         assert tree is not None
         heat = tables.temperature[rows]
-        filters = None
-        if features.filtered:
-            filters = (tables.top_k[rows], tables.top_p[rows], tables.min_p[rows])
-        probs = sampled_probs(logits, heat, filters)
+        probs = sampled_probs(logits, heat, filters(tables, rows, features))
         places = _Places(nodes, tree)
         least, coin, others = torch.full_like(heat, inf), None, choices
         # A child that is the target's own choice comes first, but where a coin decides.
@@ -84,10 +79,10 @@ class AcceptanceRule:
 
     def _residual(self, probs: Tensor, nodes: Nodes, places: _Places, choices: Tensor) -> Tensor:
         """Draws from the tokens that are no children; the target's own choice where rounding left
-        these without mass."""
+        none with mass."""
         tree = nodes.tree
         assert tree is not None
-        above = places.above(tree) * probs.shape[1] + tree.tokens.clamp(min=0)
+        above = places.above * probs.shape[1] + tree.tokens.clamp(min=0)
         gone = torch.where(tree.parents >= 0, 0.0, torch.inf)
         left = probs.view(-1).scatter_reduce(0, above.flatten(), gone.flatten(), "amin")
         left = left.view_as(probs)
@@ -106,11 +101,9 @@ class AcceptanceRule:
 
 
 class _Places:
-    """Where the verified nodes are among all nodes of all trees.
-
-    ``flat``, ``tree``, ``root`` int64 ``(L,)``: each one's flat number, its tree, and which of the
-    verified nodes is its root.
-    """
+    """Where the verified nodes are among all of all trees: ``flat``, ``tree``, ``root`` int64
+    ``(L,)``, each one's flat number, its tree, and which of the verified nodes is its root;
+    ``above`` int64 ``(B, N)``: which of them is each node's parent."""
 
     def __init__(self, nodes: Nodes, tree: Tree) -> None:
         self.shape, count = tree.tokens.shape, len(nodes.rows)
@@ -118,29 +111,25 @@ class _Places:
         self.flat = every if nodes.pack is None else nodes.pack
         self.tree = self.flat // self.shape[1]
         places = torch.zeros(self.shape, dtype=torch.int64, device=nodes.rows.device)
-        self._place = places.view(-1).index_copy(0, self.flat, every)
-        self.root = self._place[self.tree * self.shape[1]]
+        place = places.view(-1).index_copy(0, self.flat, every)
+        self.root = place[self.tree * self.shape[1]]
+        first = torch.arange(self.shape[0], device=self.flat.device)[:, None] * self.shape[1]
+        self._parents = first + tree.parents.clamp(min=0)
+        self.above = place[self._parents]
 
     def spread(self, values: Tensor) -> Tensor:
         """``(L, ...)`` → ``(B, N, ...)``, 0 at nodes that are not verified."""
         every = values.new_zeros(self.shape[0] * self.shape[1], *values.shape[1:])
         return every.index_copy_(0, self.flat, values).view(*self.shape, *values.shape[1:])
 
-    def above(self, tree: Tree) -> Tensor:
-        """int64 ``(B, N)``: which of the verified nodes is each one's parent."""
-        first = torch.arange(self.shape[0], device=self.flat.device)[:, None] * self.shape[1]
-        return self._place[first + tree.parents.clamp(min=0)]
-
     def own(self, probs: Tensor, tree: Tree) -> Tensor:
         """float32 ``(B, N)``: the probability of each living node's token at its parent, else 0."""
-        found = probs[self.above(tree), tree.tokens.clamp(min=0)]
+        found = probs[self.above, tree.tokens.clamp(min=0)]
         return torch.where(tree.parents >= 0, found, 0.0)
 
     def has_child(self, chosen: Tensor, tree: Tree) -> Tensor:
         """bool ``(L,)``: whether each node has a child that is what is chosen after it."""
-        matching = (tree.parents >= 0) & (chosen[self.above(tree)] == tree.tokens)
-        first = torch.arange(self.shape[0], device=self.flat.device)[:, None] * self.shape[1]
+        matching = (tree.parents >= 0) & (chosen[self.above] == tree.tokens)
         found = torch.zeros_like(matching.view(-1), dtype=torch.int32)
-        place = (first + tree.parents.clamp(min=0)).flatten()
-        found.index_add_(0, place, matching.flatten().to(torch.int32))
+        found.index_add_(0, self._parents.flatten(), matching.flatten().to(torch.int32))
         return found[self.flat] > 0

@@ -21,18 +21,16 @@ class Chunks:
         longest: Most tokens that a chunk has among the ``T + F``.
         lengths: Tokens of each chunk, on the host.
         kept: Behind which of its tokens a chunk has states that are kept, ascending; on the host.
-        rows, starts, sizes, pages: ``(C,)``: each chunk's row, start, tokens, and the page before
-            it.
+        rows, starts, sizes, pages: ``(C,)``: each chunk's row, start, tokens, and page before it.
         tokens, positions, token_rows: ``(T,)``: all chunks' tokens, end to end.
         offsets: ``(C + 1,)``: where each chunk begins among the ``T``.
-        last: ``(F,)``: index of each final chunk's last token among the ``T``.
-        final_rows: ``(F,)``: rows of the final chunks.
-        extend_tokens, extend_positions, extend_rows: ``(T + F,)``: what the drafter takes in of the
-            chunks: their tokens, and after each final one the token that this step will choose.
+        last, final_rows: ``(F,)``: each final chunk's last token among the ``T``, and its row.
+        extend_tokens, extend_positions, extend_rows: ``(T + F,)``: what the drafter takes in: the
+            chunks' tokens, and after each final one the token that this step will choose.
         extend_features: ``(T + F,)``: the feature before each of these: below C, that at the end
             of the chunk's page before; from C on, that of token number (this - C).
         extend_offsets: ``(C + 1,)``: where each chunk begins among the ``T + F``.
-        chosen: ``(F,)``: index of each token to be chosen among the ``T + F``.
+        chosen: ``(F,)``: each token to be chosen among the ``T + F``.
         states: ``(C,)``: slot of the states before each chunk.
         kept_ends, kept_chunks, kept_slots: ``(K,)``: ``kept``, whose states they are, and where.
     """
@@ -86,20 +84,11 @@ class Batch:
 
 
 class PlanUpload:
-    """Packs a plan's numbers, and brings them to the device in one copy.
-
-    Args:
-        max_pages: Columns of the page tables.
-        padding_row: The row that belongs to no request.
-        padded: How many rows a batch is filled up to, by its own.
-    """
+    """Packs a plan's numbers, and brings them to the device in one copy: ``max_pages`` columns of
+    page tables; ``padded``: how many rows a batch is filled up to, by its own."""
 
     def __init__(
-        self,
-        max_pages: int,
-        padding_row: int,
-        padded: Callable[[int], int],
-        device: torch.device,
+        self, max_pages: int, padding_row: int, padded: Callable[[int], int], device: torch.device
     ) -> None:
         self._max_pages, self._padding_row, self._padded = max_pages, padding_row, padded
         self._device = device
@@ -116,7 +105,7 @@ class PlanUpload:
         if plan.chunks:
             longest = max(len(c.tokens) + c.final for c in plan.chunks)
             lengths = tuple(len(c.tokens) for c in plan.chunks)
-            # Of the parts the first of the last three.
+            # The first of the last three parts.
             kept = tuple(parts[-3].tolist())
             chunks = Chunks(longest, lengths, kept, *tensors[own:])
         return Batch(plan, chunks, *tensors[:own])
@@ -139,18 +128,16 @@ class PlanUpload:
 
 
 def uploaded(host: Tensor, device: torch.device) -> Tensor:
-    """``host``'s values on ``device``, for a stream's work alone: the host's own stream is one that
-    no other waits for. On the CPU they are used where they are."""
+    """``host``'s values on ``device``, for a stream's work alone: no other waits for the host's own
+    stream. On the CPU they are used where they are."""
     if device.type != "cuda":
         return host
     return host.pin_memory().to(device, non_blocking=True)
 
 
 class Staging:
-    """Host memory through which plans go to the device: pinned where that matters, and kept.
-
-    On the CPU the numbers are used where they are.
-    """
+    """Host memory through which plans go to the device: pinned, and kept. On the CPU the numbers
+    are used where they are."""
 
     def __init__(self) -> None:
         self._pinned: Tensor | None = None
@@ -172,19 +159,17 @@ _NONE = np.zeros(0, np.int64)
 
 def _chunk_parts(plan: StepPlan) -> list[Int64s]:
     """The fields of :class:`Chunks`, in order."""
-    chunks = plan.chunks
-    sizes = np.array([len(c.tokens) for c in chunks], np.int64)
+    chunks, tokens = plan.chunks, [c.tokens for c in plan.chunks]
+    fields = [(len(c.tokens), c.row, c.start, c.page_before) for c in chunks]
+    sizes, rows, starts, pages = np.array(fields, np.int64).T
     final = np.array([c.final for c in chunks], bool)
-    rows = np.array([c.row for c in chunks], np.int64)
-    starts = np.array([c.start for c in chunks], np.int64)
-    tokens = [c.tokens for c in chunks]
-    first = np.cumsum(sizes) - sizes
-    extended = sizes + final
+    first, extended = np.cumsum(sizes) - sizes, sizes + final
+    kept = sorted((at - 1, c, slot) for c, own in enumerate(chunks) for at, slot in own.kept)
     parts: list[Any] = [
         rows,
         starts,
         sizes,
-        np.array([c.page_before for c in chunks], np.int64),
+        pages,
         np.concatenate(tokens),
         np.concatenate([s + np.arange(n) for s, n in zip(starts, sizes, strict=True)]),
         np.repeat(rows, sizes),
@@ -204,12 +189,6 @@ def _chunk_parts(plan: StepPlan) -> list[Int64s]:
         np.concatenate([[0], np.cumsum(extended)]),
         (np.cumsum(extended) - 1)[final],
         np.array([c.row if c.state is None else c.state for c in chunks], np.int64),
-        *_kept(plan),
+        *np.array(kept, np.int64).reshape(-1, 3).T,
     ]
     return parts
-
-
-def _kept(plan: StepPlan) -> Int64s:
-    """int64 ``(3, K)``: ``kept_ends``, ``kept_chunks`` and ``kept_slots`` of :class:`Chunks`."""
-    every = sorted((at - 1, c, slot) for c, own in enumerate(plan.chunks) for at, slot in own.kept)
-    return np.array(every, np.int64).reshape(-1, 3).T

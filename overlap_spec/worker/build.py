@@ -44,19 +44,15 @@ RANK_MODULE = "overlap_spec.worker.rank"
 
 
 class Room(NamedTuple):
-    """What a worker's steps need beside what its requests know.
-
-    Attributes:
-        tokens: Slots after its committed length that a sequence owns.
-        nodes: The most that one pass of the target verifies.
-    """
+    """What steps need beside what requests know: ``tokens``, slots after its committed length that
+    a sequence owns; ``nodes``, the most that one pass of the target verifies."""
 
     tokens: int
     nodes: int
 
 
 class Site(NamedTuple):
-    """What is built of some settings: where, in which type of numbers, and with how much room."""
+    """Where a worker is built, in which type of numbers, and with how much room."""
 
     config: EngineConfig
     device: torch.device
@@ -65,22 +61,15 @@ class Site(NamedTuple):
 
 
 def build_worker(config: EngineConfig, room: Room, streams: Streams, record: RecordSpan) -> Worker:
-    """Load the models and allocate every table, cache and buffer.
-
-    Args:
-        room: What the caches leave free.
-        record: Takes spans for the timeline.
-
-    Raises:
-        ConfigError, CheckpointError: as in :class:`overlap_spec.engine.Engine`.
-    """
+    """Load the models and allocate every table, cache and buffer; ``record`` takes spans for the
+    timeline. ConfigError, CheckpointError: as in :class:`overlap_spec.engine.Engine`."""
     site = site_of(config, room)
     if config.quantization is not None:
         check_quantization(config.quantization, site.device)
     try:
         if config.tensor_parallel_size > 1:
             return _build_lead(site, streams, record)
-        return Worker(*_build_parts(site, streams, None), streams, config, record)
+        return Worker(*_build_parts(site, streams), streams, config, record)
     except BaseException:
         streams.close()
         raise
@@ -122,24 +111,21 @@ def _build_lead(site: Site, streams: Streams, record: RecordSpan) -> Worker:
 def run_follower(launched: Launch) -> None:
     """Build the worker of a rank other than 0 as rank 0 says, and follow it to its end."""
     settings, room = told(launched.store)
-    config, room = EngineConfig(**settings), Room(*room)
+    config, spans = EngineConfig(**settings), Spans()
     if config.device == "cuda":
         index = int(os.environ.get("LOCAL_RANK", launched.shard.rank))
         torch.cuda.set_device(index)
         config = replace(config, device=f"cuda:{index}")
-    site, spans = site_of(config, room), Spans()
-    streams = build_streams(config, spans.record)
+    site, streams = site_of(config, Room(*room)), build_streams(config, spans.record)
     group = Group(launched, site.device)
     parts = _build_parts(site, streams, group)
     follow(Worker(*parts, streams, config, spans.record), group, spans)
 
 
-def _build_parts(site: Site, streams: Streams, group: Group | None) -> tuple[Phases, Traits]:
+def _build_parts(site: Site, streams: Streams, group: Group | None = None) -> tuple[Phases, Traits]:
     """What a worker computes, over its models, tables and caches; with a ``group`` over one rank's
-    part of the target.
-
-    By compute, in whose thread all torch's work in parallel is done: see :func:`host_zeros`.
-    """
+    part of the target. Built by compute, whose thread does all torch's parallel work
+    (:func:`host_zeros`)."""
     if group is not None:
         # The ranks' sums must come in one order.
         streams.join_prefill()
@@ -148,9 +134,8 @@ def _build_parts(site: Site, streams: Streams, group: Group | None) -> tuple[Pha
     streams.compute.record(built)
     built.synchronize()
     runner, config = loaded.get(), site.config
-    drafter = runner.drafter
     # What drafts in all ranks must not fail in one.
-    together = drafter is not None and not drafter.host and group is not None
+    together = group is not None and runner.drafter is not None and not runner.drafter.host
     guard = DrafterGuard(config.drafter, fatal=together)
     drafts = Drafts(runner, coupled=not config.by_threshold)
     phases = Phases(recordings_of(drafts, guard, config.graphs), config)
@@ -172,20 +157,20 @@ def recordings_of(drafts: Drafts, guard: DrafterGuard, recorded: bool) -> Record
 
 def traits_of(phases: Phases) -> Traits:
     """Those of a worker that has all of the model."""
-    runner, rule = phases.runner, phases.rule
+    runner, rule, states = phases.runner, phases.rule, phases.runner.states
     on_gpu, proposer = runner.device.type == "cuda", runner.proposer
     return Traits(
         context_length=runner.target.config.max_position,
         pages=runner.pool.k.shape[1],
         page_bytes=sum(cache.page_bytes for cache in runner.caches),
-        state_bytes=0 if runner.states is None else runner.states.bytes,
-        state_slots=None if runner.states is None else runner.states.kept_slots,
+        state_bytes=0 if states is None else states.bytes,
+        state_slots=None if states is None else states.kept_slots,
         on_gpu=on_gpu,
         compiles=on_gpu,
         drafts_on_host=proposer is not None and proposer.behind is None,
         guided=proposer is not None and proposer.guided,
         reads_states=runner.reads_states,
-        stops_drafts=runner.stepwise and phases.draft.stop is not None,
+        stops_drafts=runner.stepwise and phases.stop is not None,
         verifies_ahead=on_gpu,
         asks_thinking=rule is not None and rule.asks_thinking,
     )
@@ -231,13 +216,12 @@ def _load(site: Site, group: Group | None) -> ModelRunner:
     page_bytes = sum(cache.page_bytes for cache in (pool, *draft_pools))
     # The feature that each page keeps for the drafter.
     page_bytes += features * target.config.hidden_size * dtype.itemsize
-    taken, states = 0, None
+    taken, written, states = 0, 0, None
     if target.config.delta is not None:
         kept = rows if config.prefix_cache else 0
         states = StatePool(target.config.delta, rows, kept, dtype, device)
-        taken += states.bytes
+        taken, written = states.bytes, states.node_bytes
     if config.graphs and device.type == "cuda":
-        written = 0 if states is None else states.node_bytes
         taken += graph_bytes(target.config, features, room.nodes, dtype, written)
     pages = count_pages(config, page_bytes, rows * tables.pages.shape[1], device, taken)
     if group is not None:
@@ -269,8 +253,7 @@ def graph_bytes(
     """What the CUDA graphs take of the GPU, but for what the driver keeps of each.
 
     They write to one place, of the size of the largest pass: ``nodes`` logits and features, and
-    what nodes write to states, ``written`` bytes each. In the pool that they share are these once
-    more, as the pass itself has them, and its activations.
+    ``written`` bytes each to states. Their pool has these once more, and the pass's activations.
     """
     outputs = target.vocab_size + features * target.hidden_size
     # Of a layer: its residual, norms, queries, keys, values, attention; and the MLP's parts.
@@ -284,14 +267,14 @@ def count_pages(
     """Pages that all caches get: at most ``wanted``, as memory allows.
 
     On a GPU ``mem_fraction_static`` (default 0.85) of its memory holds weights and caches; on the
-    CPU the caches get that share of physical memory, or 1 GiB beside all else where none is set.
+    CPU the caches get that share of physical memory, or 1 GiB where none is set.
 
     Args:
         page_bytes: What a page takes in all caches together.
         taken: Bytes that others will take, out of the same share.
 
     Raises:
-        ConfigError: memory does not hold even one sequence's pages.
+        ConfigError: memory holds not even one sequence's pages.
     """
     fraction = config.mem_fraction_static
     if device.type == "cuda":

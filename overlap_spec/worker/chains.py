@@ -37,11 +37,9 @@ def draft(rows: Tensor, pages: Tensor, {inputs},
 
 
 class Loop(NamedTuple):
-    """A chain's drafts until ``ends`` holds behind some number of ``steps``, at most ``most``.
-
-    TorchScript: a parameter besides rows and pages, or several, and expressions of these and of the
-    log-probabilities of the drafts so far, ``scores``; ``names``: functions that they call.
-    """
+    """A chain's drafts until ``ends`` holds behind some number of ``steps``, at most ``most``; in
+    TorchScript. ``inputs``: parameters besides rows and pages. The others are expressions of these
+    and of the log-probabilities of the drafts so far, ``scores``; ``names``: what they call."""
 
     inputs: str
     most: str
@@ -53,13 +51,8 @@ FIXED = Loop("most: int", "most", "False")
 
 
 class Chain:
-    """The drafts of chains, part by part.
-
-    Args:
-        first, onward, link: :func:`first_step`, :func:`next_step` and :func:`link_steps`, or their
-            recordings: all of them recorded, or none.
-        told: Whether the states of grammars are carried along.
-    """
+    """The drafts of chains, by :func:`first_step`, :func:`next_step` and :func:`link_steps`, all of
+    them recorded, or none. ``told``: whether the states of grammars are carried along."""
 
     def __init__(self, first: Recorded, onward: Recorded, link: Recorded, told: bool) -> None:
         self._parts, self._told = {"first": first, "onward": onward, "link": link}, told
@@ -92,9 +85,9 @@ class FixedChain(Recorded):
 
 
 def first_step(drafts: Drafts, sampled: bool, told: bool, rows: Tensor, pages: Tensor) -> Tensors:
-    """The roots' tokens, positions and runs; the first drafts ``(B, 1)`` and their
-    log-probabilities ``(B, 1)``; and from what the next come: the state ``(B, 1, H)``, and where
-    ``told`` the states of the grammars ``(B,)``."""
+    """The roots' tokens, positions and runs; the first drafts and their log-probabilities
+    ``(B, 1)``; and from what the next come: the state ``(B, 1, H)``, and where ``told`` the states
+    of the grammars ``(B,)``."""
     roots = drafts.roots(drafts.known_roots(rows, pages), sampled, told)
     drafter = drafts.runner.drafter
     assert isinstance(drafter, TreeDrafter)
@@ -115,17 +108,13 @@ def next_step(
     state: Tensor,
     *states: Tensor,
 ) -> Tensors:
-    """A further draft of each chain.
-
-    The token before the last one stands for the root: what a step does does not depend on its
-    number.
+    """A further draft of each chain: ``positions`` and ``forced`` of the step after it, and the
+    rest as of :func:`first_step`. The token before the last one stands for the root: what a step
+    does does not depend on its number.
 
     Args:
         positions, forced: That token's place, and what is forced behind it.
         token: The last draft ``(B, 1)``.
-
-    Returns:
-        ``positions`` and ``forced`` of the step after it, and the rest as of :func:`first_step`.
     """
     drafter = drafts.runner.drafter
     assert isinstance(drafter, TreeDrafter)

@@ -20,38 +20,21 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def pick_threads(asked: int | None, weight_bytes: int, processes: int = 1) -> int:
-    """Threads of torch for each stream.
-
-    Args:
-        asked: The setting; taken as it is.
-        weight_bytes: What a pass reads of weights.
-        processes: That compute beside each other, and share the cores.
-
-    Returns:
-        Without ``asked`` one for each :data:`THREAD_BYTES`, at least one. At most the physical
-        cores, less one for the host and the lane where there are more than two; and at most what
-        torch uses in the caller's thread, which its user may have set.
-    """
+    """Threads of torch for each stream: those ``asked`` for, or one for each :data:`THREAD_BYTES`
+    of the weights that a pass reads, at least one. At most the physical cores, which ``processes``
+    share, less one for the host and the lane where there are more than two; and at most what torch
+    uses in the caller's thread, which its user may have set."""
     if asked is not None:
         return asked
     cores = physical_cores()
-    if cores > 2:
-        cores -= 1
-    cores //= processes
+    cores = (cores - (cores > 2)) // processes
     return max(1, min(weight_bytes // THREAD_BYTES, cores, torch.get_num_threads()))
 
 
 def pick_float(stored: torch.dtype, count: int) -> torch.dtype:
-    """The type that a checkpoint's weights are computed in, where the user names none.
-
-    Args:
-        stored: The checkpoint's own.
-        count: Its parameters.
-
-    Returns:
-        bfloat16 for a checkpoint in bfloat16 of at least :data:`BFLOAT16_BYTES`, on a processor
-        with the instructions; otherwise float32.
-    """
+    """The type that weights are computed in, where the user names none: bfloat16 of a checkpoint
+    ``stored`` in bfloat16 whose ``count`` parameters have at least :data:`BFLOAT16_BYTES`, on a
+    processor with the instructions; otherwise float32."""
     large = count * torch.bfloat16.itemsize >= BFLOAT16_BYTES
     if stored is torch.bfloat16 and large and has_bfloat16():
         return torch.bfloat16
@@ -61,14 +44,13 @@ def pick_float(stored: torch.dtype, count: int) -> torch.dtype:
 def physical_cores(cpus: Path = CPUS) -> int:
     """Cores that this process may use, by its affinity and by the quota of its control groups
     (at least one); hyperthreads of one core count once."""
-    quota = cpu_quota()
-    cores = _own_cores(cpus)
+    quota, cores = cpu_quota(), _own_cores(cpus)
     return cores if quota is None else min(cores, max(1, int(quota)))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The processor time a second that the control groups of this process have, in seconds: the
-    least of all that hold it; None: no group has a limit."""
+    """Seconds of processor time a second that this process's control groups have, the least of
+    all that hold it; None: no group has a limit."""
     shares = []
     for folder in control_groups("cpu", root):
         try:

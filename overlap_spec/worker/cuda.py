@@ -15,11 +15,8 @@ T = TypeVar("T")
 
 
 class CudaClock:
-    """Translates events into the host's clock, ``time.perf_counter_ns``.
-
-    Distances are single-precision milliseconds, so they are taken from an event of late. The two
-    clocks do not run alike: :meth:`hold` keeps them together.
-    """
+    """Translates events into the host's clock, ``time.perf_counter_ns``: by single-precision
+    milliseconds from an event of late. :meth:`hold` keeps the two clocks together."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True)
@@ -32,14 +29,14 @@ class CudaClock:
         return self._ns + int(self._event.elapsed_time(event) * 1e6)
 
     def hold(self, event: torch.cuda.Event, queued_ns: int, seen_ns: int) -> None:
-        """Correct the translation by an event that was queued at ``queued_ns`` on the host's clock,
-        before which it cannot have passed, and was seen to have passed at ``seen_ns``."""
+        """Correct the translation by an event that was queued at ``queued_ns`` on the host's clock
+        and seen to have passed at ``seen_ns``."""
         found = self.ns(event)
         self._ns += min(max(found, queued_ns), seen_ns) - found
 
     def rebase(self, event: torch.cuda.Event) -> torch.cuda.Event:
-        """Measure from ``event`` from now on, which is not recorded again until it is returned
-        here; the event that was measured from before."""
+        """Measure from ``event`` from now on, which is not recorded again until this returns it:
+        the event that was measured from before."""
         before = self._event
         self._event, self._ns = event, self.ns(event)
         return before
@@ -94,9 +91,8 @@ class _Span(NamedTuple):
 
 
 class CudaStream(Stream):
-    """A CUDA stream: work is launched at once and runs in order on the device.
-
-    Its timing events are pooled: a step makes none.
+    """A CUDA stream: work is launched at once and runs in order on the device. Its timing events
+    are pooled: a step makes none.
 
     Args:
         record: Takes the spans of the work, once :meth:`note` finds that it has passed.

@@ -34,11 +34,10 @@ class CudaGraphs(Recordings):
     # Where all graphs of the target's pass write: logits, and features if any.
     _outputs: Tensors = ()
 
-    def rows(self, batch: int) -> int:
-        return batch
+    more_rows = 0
 
-    def kinds(self, tier: Tier) -> tuple[Tier, Tier, Tier]:
-        return _places(tier), _shape(tier), _shape(tier)
+    def kinds(self, tier: Tier, batch: int) -> tuple[int, Tier, Tier, Tier]:
+        return batch, _places(tier), _shape(tier), _shape(tier)
 
     def draft(self, tier: Tier, batch: int, sampled: bool, told: bool) -> Recorded:
         made = super().draft(tier, batch, sampled, told)
@@ -49,22 +48,22 @@ class CudaGraphs(Recordings):
     def make_draft(
         self, record: Record, tier: Tier, sampled: bool, told: bool, rows: int
     ) -> Recorded:
-        work = partial(self.drafts.trees, tier, sampled, told)
-        given = examples.padding(self.runner, rows)
         key = "trees", _places(tier), rows
         first: Recorded | None = self._known.get(key)
         if first is None:
-            made = record(work, given, examples.padding(self.runner, rows))
+            made = super().make_draft(record, tier, sampled, told, rows)
             if not isinstance(made, Eager):
                 self._known[key] = made
             return made
         # Behind any drafts of this size come the same graphs, whose inputs these are.
+        given, work = examples.padding(self.runner, rows), self.drafts.trees
         outputs = first(*given)
-        return record(work, first.kept(*given), given, lambda _: outputs)
+        return record(
+            partial(work, tier, sampled, told), first.kept(*given), given, lambda _: outputs
+        )
 
     def packed(self, tier: Tier, batch: int, count: int) -> Recorded:
-        kind = tier.nodes, count, batch
-        return self._find(("packed", *kind), lambda: self.make_packed(*kind))
+        return self._packed(tier.nodes, count, batch)
 
     def trees(self, tier: Tier, rows: int) -> tuple[Tensors, Tensors]:
         draft: Recorded | None = self._known.get(("trees", _places(tier), rows))
@@ -82,15 +81,14 @@ class CudaGraphs(Recordings):
         behind = 2 if self.runner.feature_layers else 1
         return tuple(x[: rows * tier.nodes] for x in self._outputs[behind:])
 
-    def make_extend(self, record: Record, tier: Tier, rows: int) -> Recorded:
-        """Over what the passes before it write, where they do."""
+    def extended(self, tier: Tier, rows: int) -> Tensors:
+        """Where the passes before it write what they do."""
         given, (_, roots, *_) = self.trees(tier, rows)
-        _, _, _, *own = examples.extended(self.runner, tier, rows)
+        _, _, _, *own = super().extended(tier, rows)
         if self.runner.feature_layers:
             self.verify(tier, rows)
             own[3] = self._outputs[1][: rows * tier.nodes]
-        others = examples.extended(self.runner, tier, rows, 5, min(tier.steps, 1), 0.25)
-        return record(self.runner.extend_trees, (*given, roots, *own), others)
+        return *given, roots, *own
 
     def make_target(self, work: Work, *inputs: Tensor) -> Recorded:
         return self.make(work, inputs, self._target_place)

@@ -1,8 +1,6 @@
-"""The stop within a step: chains are ended, and drafts left out, by what the drafter says of them.
-
-AdaSpec's correction and its verifier (:class:`overlap_spec.tiers.DraftStop`), on the CPU, where it
-is known after each draft step how sure the drafter was.
-"""
+"""The stop within a step: chains are ended, and drafts left out, by how sure the drafter was of
+them, which a CPU knows after each: AdaSpec's correction and its verifier
+(:class:`overlap_spec.tiers.DraftStop`)."""
 
 from __future__ import annotations
 
@@ -29,11 +27,7 @@ class StoppedDraft(Recorded):
 
 def kept(scores: Tensor, stop: DraftStop) -> tuple[int, Tensor] | None:
     """How many nodes of a batch of chains are to be verified, roots included, and what each is
-    worth: float32 ``(S, N)``; None: all are.
-
-    Args:
-        scores: ``(S, N)``, as in :class:`overlap_spec.kernels.Tree`; padding comes last.
-    """
+    worth: float32 ``(S, N)``; None: all are. ``scores (S, N)``: of the trees, padding last."""
     trees, rows = len(stop.expected), stop.rows
     if rows is None:
         return None
@@ -60,12 +54,8 @@ def reached(scores: Tensor, curves: Tensor) -> Tensor:
 
 def stops(scores: Tensor, expected: Tensor, curves: Tensor, costs_ms: list[float]) -> bool:
     """Whether chains of ``d`` drafts end there, by :class:`overlap_spec.tiers.DraftStop`, of whose
-    lengths it is one.
-
-    Args:
-        scores: float32 ``(rows, d)``: log-probabilities of the drafts; padding comes last.
-        expected, curves, costs_ms: The stop's.
-    """
+    lengths it is one. ``scores`` float32 ``(rows, d)``: log-probabilities of the drafts, padding
+    last."""
     trees, steps = expected.shape[0], scores.shape[1]
     longer = steps + 1
     while longer < len(costs_ms) and costs_ms[longer] <= 0.0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import TracebackType
 from typing import Any
 
 from overlap_spec.tiers import OFF, Tier
@@ -16,15 +15,13 @@ LONGEST_PAUSE_STEPS = 2**14
 
 class DrafterGuard:
     """A ``with`` block around what a drafter does: where it raises, it pauses, and is tried again,
-    each time after twice as many steps.
-
-    A drafter that has worked for as long as its last pause is trusted as at first.
+    each time after twice as many steps. One that has worked for as long as its last pause is
+    trusted as at first.
 
     Args:
         name: The drafter's, for the log and the snapshot.
-        fatal: Whether the block raises RuntimeError instead: of a drafter that drafts in all ranks
-            of a model, since the others may have drafted. What they compute from then on has no
-            meaning.
+        fatal: Whether the block raises RuntimeError instead: where all ranks draft, since the
+            others may have drafted, and compute without meaning from then on.
 
     Attributes:
         fault: What the drafter raised, while it is not used for that.
@@ -41,12 +38,7 @@ class DrafterGuard:
     def __enter__(self) -> None:
         return
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
         if self._fatal:
@@ -68,21 +60,15 @@ class DrafterGuard:
             self._error = f"{type(fault).__name__}: {fault}"
             self._left, self._worked = self._pause, 0
             self._pause = min(2 * self._pause, LONGEST_PAUSE_STEPS)
-            log.warning(
-                "drafter %s failed, no drafts for %d steps: %s",
-                self._name,
-                self._left,
-                self._error,
-                exc_info=fault,
-            )
+            told = "drafter %s failed, no drafts for %d steps: %s"
+            log.warning(told, self._name, self._left, self._error, exc_info=fault)
         self._left -= 1
         if not self._left:
             self.fault = None
         return OFF
 
     def snapshot(self) -> dict[str, Any]:
-        """State as plain data: ``name``, ``paused`` (whether drafts are off), ``faults``, and
-        ``last_error``, None where there was none."""
+        """State as plain data."""
         return {
             "name": self._name,
             "paused": self._left > 0,

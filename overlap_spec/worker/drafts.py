@@ -13,16 +13,13 @@ from overlap_spec.drafters.sound import sound
 from overlap_spec.kernels import Tree, build_chain, build_tree
 from overlap_spec.steps import RUN_TOKENS
 from overlap_spec.tiers import Tier
-from overlap_spec.worker.graphs import Tensors, padded
+from overlap_spec.worker.graphs import Tensors
 from overlap_spec.worker.model_runner import ModelRunner
 
 
 class Drafts:
-    """Trees of what the runner's drafter drafts, and of what the grammars tell.
-
-    Args:
-        coupled: Whether drafts share the noise of the target's choices, or are the likeliest.
-    """
+    """Trees of what the runner's drafter drafts, and of what the grammars tell. ``coupled``:
+    whether drafts share the noise of the target's choices, or are the likeliest."""
 
     def __init__(self, runner: ModelRunner, coupled: bool) -> None:
         self.runner, self._coupled = runner, coupled
@@ -41,7 +38,7 @@ class Drafts:
         Args:
             sampled: Whether any row draws its tokens: drafts share its noise.
             told: Whether the drafter is told where its roots stand in their grammars.
-            proposed: What a host drafter proposed for the first of the rows.
+            proposed: By a host drafter, for the first of the rows.
         """
         drafter, own = self.runner.drafter, tier.own
         roots = self.roots(self.known_roots(rows, pages), sampled, told)
@@ -63,12 +60,9 @@ class Drafts:
         return self._linked(roots, _no_draft(roots, tier.nodes - 1), tier)
 
     def foreseen(self, rows: Tensor, forecast: Sequence[Tensor], tier: Tier) -> Draft:
-        """Chains of what was foreseen behind the rows' roots; dead where the text went another way,
-        or where that is not worth a draft, or is not what the grammar forces.
-
-        Args:
-            forecast: The parts of a :class:`overlap_spec.worker.host_drafts.Forecast`.
-        """
+        """Chains of what was foreseen behind the rows' roots, by the parts of a :class:`Forecast`;
+        dead where the text went another way, or where that is not worth a draft, or is not what the
+        grammar forces."""
         known, tokens, scores, starts = forecast
         tables, most = self.runner.tables, tier.nodes - 1
         at, last = (tables.committed[rows] - known)[:, None], tokens.shape[1] - most - 1
@@ -84,12 +78,8 @@ class Drafts:
         return Draft(drafted, behind.expand_as(drafted), score)
 
     def overlay(self, outputs: Tensors, rows: Tensor, proposed: Draft, tier: Tier) -> Tensors:
-        """What :meth:`trees` returns, with the trees of those rows that have a proposal in the
-        place of the drafter's.
-
-        Args:
-            tier: Of ``outputs``, which may be shorter than what was proposed.
-        """
+        """``outputs``, which :meth:`trees` made of a ``tier``, with what was proposed in the place
+        of the drafter's, where there is such: as much of it as that tier has room for."""
         tokens, positions, forced, _, *parts = outputs
         tree = Tree(*parts)
         room = tree.tokens.shape[1] - 1
@@ -143,13 +133,12 @@ def link(roots: Tensor, draft: Draft, depth: int) -> Tensors:
 
 def _with_padding(proposed: Draft, rows: int) -> Draft:
     """A proposal with dead nodes for rows that are padding."""
-    missing = rows - len(proposed.tokens)
+    room = 0, 0, 0, rows - len(proposed.tokens)
+    if not room[-1]:
+        return proposed
     tokens, parents, scores = proposed
-    above = None if parents is None else padded(parents, rows)
-    draft = Draft(padded(tokens, rows), above, padded(scores, rows))
-    if missing:
-        draft.scores[-missing:] = -torch.inf
-    return draft
+    above = None if parents is None else F.pad(parents, room)
+    return Draft(F.pad(tokens, room), above, F.pad(scores, room, value=-torch.inf))
 
 
 def _no_draft(roots: Roots, nodes: int) -> Draft:

@@ -26,8 +26,7 @@ def verified(given: Tensors, trees: Tensors) -> Tensors:
 
 
 def packed(runner: ModelRunner, nodes: int, count: int, rows: int) -> Tensors:
-    """The same of some nodes alone: the roots, then as many more as are asked for; in ascending
-    order."""
+    """The same of ``count`` nodes alone: the roots, and as many more; in ascending order."""
     row, pages = padding(runner, rows)
     more = [n for n in range(rows * nodes) if n % nodes][: count - rows]
     pack = torch.tensor(sorted([r * nodes for r in range(rows)] + more), device=row.device)
@@ -54,10 +53,11 @@ def extended(
     that are ``fill``."""
     row, pages = padding(runner, rows)
     path, roots = row.new_zeros(rows, tier.steps + 1), torch.zeros_like(row)
-    layers = [runner.page_features[:1]] if runner.feature_layers else []
-    features = [x.new_full((rows * tier.nodes, x.shape[1]), fill) for x in layers]
-    lengths = torch.full_like(row, length)
-    return row, pages, roots, torch.full_like(path, token), path, lengths, *features
+    found = row, pages, roots, torch.full_like(path, token), path, torch.full_like(row, length)
+    if not runner.feature_layers:
+        return found
+    known = runner.page_features
+    return *found, known.new_full((rows * tier.nodes, known.shape[1]), fill)
 
 
 def same(runner: ModelRunner, recorded: Recorded, work: Work, inputs: Tensors) -> bool:

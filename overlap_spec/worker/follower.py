@@ -1,7 +1,7 @@
 """A rank of tensor parallelism other than 0: it makes the calls of its worker that rank 0 makes.
 
-Its worker is like rank 0's, with its own part of the model. It has no scheduler, no grammars and no
-face; the drafter and all tables are whole, and stay equal to rank 0's.
+It has its own part of the model, and no scheduler, no grammars and no face; the drafter and all
+tables are whole, and stay equal to rank 0's.
 """
 
 from __future__ import annotations
@@ -51,14 +51,9 @@ class Spans:
 
 @torch.inference_mode()
 def follow(worker: Worker, group: Group, spans: Spans) -> None:
-    """Run what rank 0 tells, until it closes the engine; the worker is closed then.
-
-    Args:
-        spans: Of the worker's streams; what this rank waits for is added in the lane ``told``.
-
-    Raises:
-        RuntimeError: the connection broke: rank 0 is gone, or another rank.
-    """
+    """Run what rank 0 tells, until it closes the engine; the worker is closed then. To the worker's
+    ``spans`` what this rank waits for is added as lane ``told``. RuntimeError: the connection
+    broke: rank 0 is gone, or another rank."""
     passed: SimpleQueue[Event | None] = SimpleQueue()
     watcher = threading.Thread(target=_watch, args=(passed,), name="passes", daemon=True)
     watcher.start()
@@ -66,8 +61,7 @@ def follow(worker: Worker, group: Group, spans: Spans) -> None:
     told = ""
     while told != "close":
         start = time.perf_counter_ns()
-        calls = decode_calls(group.receive, group.key)
-        told_ns = time.perf_counter_ns()
+        calls, told_ns = decode_calls(group.receive, group.key), time.perf_counter_ns()
         for told, arguments in calls:
             if told == "upload":
                 step = worker.upload(*arguments)
@@ -106,11 +100,11 @@ def _decide(worker: Worker, group: Group, step: InFlightStep, spans: Spans) -> N
     start = time.perf_counter_ns()
     accepted, free = take_decision(step, group.receive)
     spans.record(TOLD_LANE, "decision", start, time.perf_counter_ns(), step.plan.index)
-    if not accepted:
+    if accepted:
+        worker.accept(step, free)
+        worker.extend(step)
+    else:
         worker.drop(step)
-        return
-    worker.accept(step, free)
-    worker.extend(step)
 
 
 def _watch(passed: SimpleQueue[Event | None]) -> None:

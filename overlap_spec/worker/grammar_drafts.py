@@ -2,11 +2,11 @@
 
 The lane tells of every node of a step's trees ``TOLD`` numbers: the run of tokens that is forced
 behind it, and where it stands in its grammar's maps. What it told of the node before a new root is
-kept with the root's row, moved on by the root's token: so the next draft is made with it.
+kept with the root's row for the next draft, moved on by the root's token.
 
 A map is a grammar's table of states by bytes (:mod:`overlap_spec.kernels.states`), or the trie of
-the few texts that a whole output can be. Where what is left of a trie fits into the tree, it is the
-draft: one verify then decides all that is left, whatever it is.
+the few texts that a whole output can be: where what is left of it fits into the tree, it is the
+draft.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class GrammarDrafts(nn.Module):
     """The maps of all grammars, and what is known of each row's root.
 
     ``forced`` int64 ``(R, RUN_TOKENS - 1)``: the tokens that are forced behind it, -1 behind their
-    end. ``state`` int32 ``(R,)``: its state; a row whose grammar has no table, or none yet, is at
-    LOST: everything may come. ``place`` int64 ``(R,)``: its node among all tries', -1 where there
-    is none. ``moves``, ``texts``, ``few``: as :class:`StateTables` has them. ``tries`` int64
-    ``(R * TRIE_NODES, 4)``: of each node its token, its parent, its depth, and the nodes below it,
-    which come right after it: so draft node i of a root at node p is node p + i.
+    end. ``state`` int32 ``(R,)``: its state; LOST without a table: everything may come. ``place``
+    int64 ``(R,)``: its node among all tries', -1: none. ``moves``, ``texts``, ``few``: as
+    :class:`StateTables` has them. ``tries`` int64 ``(R * TRIE_NODES, 4)``: of each node its token,
+    parent, depth, and the number of nodes below it, which come right after it: so draft node i of a
+    root at node p is node p + i.
 
     Args:
         rows: R, of which the last belongs to no request.
-        states: Room for so many states, or for none but the common ones.
+        states: Room for so many states beside the common ones.
     """
 
     forced: Tensor
@@ -79,8 +79,7 @@ class GrammarDrafts(nn.Module):
         shape = vocab_size if states else 1, TOKEN_STEPS
         self.register_buffer("texts", table(shape, torch.int32, BY_NONE))
         self.register_buffer("few", few)
-        shape = rows * TRIE_NODES, 4
-        self.register_buffer("tries", lazy_zeros(shape, torch.int64, device))
+        self.register_buffer("tries", lazy_zeros((rows * TRIE_NODES, 4), torch.int64, device))
 
     def write(self, parts: Mapping[str, Part]) -> None:
         """Take in parts of a map, or the texts of all tokens, by the name of what they are of."""
@@ -99,7 +98,7 @@ class GrammarDrafts(nn.Module):
 
     def enter(self, rows: Tensor, told: Tensor, tokens: Tensor, tries: bool) -> Tensor:
         """Enter new roots; what the host is told of each: int64 ``(S, RUN_TOKENS)``, what is forced
-        behind it, and how many nodes of its trie are left, -1 where it has none.
+        behind it, and how many nodes of its trie are left, -1: it has none.
 
         Args:
             told: int32 ``(S, TOLD)``: what the lane told of the nodes before them.
@@ -136,12 +135,8 @@ class GrammarDrafts(nn.Module):
         return self.tries[index.clamp(max=len(self.tries) - 1)]
 
     def complete(self, draft: Draft, roots: Roots, tier: Tier) -> Draft:
-        """The draft of a tier with room for what the grammar tells: what is left of the root's
-        trie, where that fits; else the drafter's, lengthened.
-
-        Args:
-            draft: Of ``tier.base``.
-        """
+        """What is left of the root's trie, where that fits into the tier; else the ``draft``, of
+        ``tier.base``, lengthened."""
         tokens, parents, scores = lengthen(draft, roots, tier)
         assert parents is not None
         place = self.place[roots.rows]
@@ -159,13 +154,8 @@ class GrammarDrafts(nn.Module):
 
 
 def lengthen(draft: Draft, roots: Roots, tier: Tier) -> Draft:
-    """A draft with room for more nodes: in it, what is forced behind that part of a run which is
-    drafted already, as one more branch.
-
-    Args:
-        draft: Of ``tier.base``.
-        tier: With a base.
-    """
+    """The ``draft``, of ``tier.base``, and one more branch: what is forced behind that part of a
+    run which is drafted already."""
     tokens, parents, scores = draft
     batch, drafted = tokens.shape
     index = torch.arange(tier.nodes - 1, device=tokens.device)

@@ -2,11 +2,8 @@
 
 A recorded pass costs the host one call instead of hundreds: on a GPU, whose kernels are shorter
 than their launches; on the CPU, where the interpreter's time is the compute stream's, and where
-every operation by itself would give the interpreter lock away and wait to have it back.
-
-A CUDA graph is one tier's and one batch size's; a trace is one tier's, whatever the batch and its
-pages, and the target's is good for all chains, or for all trees. What is recorded reads and writes
-the caches and tables in place, and depends on nothing else but its inputs.
+each operation would give the interpreter lock away and wait to have it back. What is recorded reads
+and writes the caches and tables in place, and depends on nothing else but its inputs.
 """
 
 from __future__ import annotations
@@ -39,11 +36,8 @@ class Recorded(ABC):
 
 
 class TracedGraph(Recorded):
-    """Operations in the order in which they were seen, run without the interpreter.
-
-    Args:
-        owner: Holds every parameter and buffer that ``work`` touches.
-    """
+    """Operations in the order in which they were seen, run without the interpreter. ``owner``
+    holds every parameter and buffer that ``work`` touches."""
 
     def __init__(self, owner: nn.Module, work: Work, inputs: Tensors) -> None:
         self.trace = Trace(work, inputs, [*owner.parameters(), *owner.buffers()])
@@ -88,8 +82,7 @@ class CudaGraph(Recorded):
         del found
         self._graph = torch.cuda.CUDAGraph()
         # ``torch.cuda.graph`` would wait for the device first, and give back all memory that runs
-        # have left for the next ones: hundreds of times in a start. Other threads may allocate
-        # meanwhile.
+        # have left: hundreds of times in a start. Other threads may allocate meanwhile.
         self._graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             for own, new in zip(self.outputs, work(*inputs), strict=True):
@@ -111,16 +104,14 @@ class CudaGraph(Recorded):
 
 def padded_size(batch: int) -> int:
     """Rows that a batch is filled up to: all sizes to 8, then steps of an eighth of a power of 2.
-
-    So few sizes need recording; and oneDNN keeps code for each number of rows that it has seen.
-    """
+    oneDNN keeps code for each number of rows that it has seen."""
     step = 1 << max(0, (batch - 1).bit_length() - 3)
     return -(-batch // step) * step
 
 
 def graph_size(batch: int) -> int:
-    """Rows that a CUDA graph has for a batch, as few sizes as a serving engine usually records: to
-    8 in steps of a quarter of a power of 2, then of 8, from 128 on as :func:`padded_size`."""
+    """Rows that a CUDA graph has for a batch: to 8 in steps of a quarter of a power of 2, then of
+    8, from 128 on as :func:`padded_size`."""
     step = min(8, 1 << max(0, (batch - 1).bit_length() - 2))
     return max(-(-batch // step) * step, padded_size(batch))
 
@@ -131,8 +122,8 @@ GRAIN_NODES, PACKED_SIZES = 32, 8
 
 
 def packed_size(rows: int, nodes: int, wanted: int) -> int:
-    """Nodes of ``rows`` trees of ``nodes`` that a CUDA graph verifies, of those that there are one
-    for the least that holds ``wanted``."""
+    """Nodes of ``rows`` trees of ``nodes`` that the smallest CUDA graph verifies which holds
+    ``wanted``."""
     every = rows * nodes
     step = max(GRAIN_NODES, -(-every // PACKED_SIZES))
     return min(-(-wanted // step) * step, every)
@@ -151,10 +142,3 @@ def powers_of_two(most: int) -> Iterator[int]:
         yield power
         power *= 2
     yield most
-
-
-def padded(x: Tensor, rows: int) -> Tensor:
-    """``x`` with zeros after it, up to ``rows`` rows."""
-    if len(x) == rows:
-        return x
-    return torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])

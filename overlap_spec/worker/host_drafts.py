@@ -24,8 +24,7 @@ Proposal = tuple[Int64s, Int64s, Floats]
 class Forecast(NamedTuple):
     """What was foreseen for the requests of a step: ``known`` int64 ``(B,)``, how many tokens of
     each were known then, and ``tokens``, ``scores`` and ``starts`` ``(B, M)`` as of
-    :class:`Foreseen`. Behind its end a score is -inf and a start -1: of so many as a draft has
-    nodes."""
+    :class:`Foreseen`; behind its end a draft's nodes more, scores -inf and starts -1."""
 
     known: Int64s
     tokens: Int64s
@@ -34,10 +33,9 @@ class Forecast(NamedTuple):
 
 
 class HostDrafts:
-    """Asks a drafter that works on the host.
+    """Asks a drafter that works on the host, if there is one.
 
     Args:
-        drafter: None: there is none.
         guard: Around what the drafter does.
         run_behind: The tokens that the grammar forces behind a row's root.
         record: Takes spans for the timeline.
@@ -60,16 +58,12 @@ class HostDrafts:
         self._foreseen: dict[int, tuple[int, Foreseen]] = {}
 
     def propose(self, plan: StepPlan, histories: Sequence[History]) -> Proposal | None:
-        """The drafts of a step's trees; None where nothing is drafted on the host.
-
-        Args:
-            histories: Known tokens of each decode row's request.
-        """
+        """The drafts of a step's trees, by the ``histories`` of its decode rows; None where nothing
+        is drafted on the host."""
         drafter, tier = self._drafter, plan.tier.own
         if drafter is None or not tier.steps or not histories or self._guard.fault is not None:
             return None
-        start = time.perf_counter_ns()
-        arrays = None
+        start, arrays = time.perf_counter_ns(), None
         with self._guard:
             known = self._with_runs(plan, histories)
             pairs = zip(drafter.propose(known, tier), known, strict=True)
@@ -79,11 +73,8 @@ class HostDrafts:
         return arrays
 
     def foresee(self, step: InFlightStep, histories: Sequence[History]) -> None:
-        """Have the step after this one drafted, as soon as this one is verified.
-
-        Args:
-            histories: As of :meth:`propose`.
-        """
+        """Have the step after this one drafted, by ``histories`` as of :meth:`propose`, while this
+        one is verified."""
         drafter, plan = self._drafter, step.plan
         if drafter is None or not plan.tier.steps or not histories or self._guard.fault is not None:
             return

@@ -26,16 +26,10 @@ class Events:
     """One step's events, in the order in which they are recorded; pooled with its buffers."""
 
     def __init__(self, streams: Streams) -> None:
-        self.uploaded = streams.event()
-        self.pages_entered = streams.event()
-        self.prefilled = streams.event()
-        self.drafted = streams.event()
-        self.tree_on_host = streams.event()
-        self.verified = streams.event()
-        self.masks_ready = streams.event()
-        self.results_on_host = streams.event()
-        self.prefill_extended = streams.event()
-        self.free = streams.event()
+        self.uploaded, self.pages_entered, self.prefilled = (streams.event() for _ in range(3))
+        self.drafted, self.tree_on_host, self.verified = (streams.event() for _ in range(3))
+        self.masks_ready, self.results_on_host = streams.event(), streams.event()
+        self.prefill_extended, self.free = streams.event(), streams.event()
 
     def reset(self) -> None:
         """Forget what was recorded: waiting for it raises again."""
@@ -45,16 +39,15 @@ class Events:
 
 @lru_cache
 def _firsts(rows: int, nodes: int) -> tuple[Int64s, Int64s]:
-    """Of each node of so many trees the number of its tree's root; and of all trees the root's
-    number, and where they end."""
+    """The number of each node's root; and those of all roots, and where the last tree ends."""
     bounds = np.arange(rows + 1) * nodes
     return bounds[:-1].repeat(nodes), bounds
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype, pinned: bool) -> Tensor:
-    """Zeros in the host's memory. Not by ``torch.zeros``: in the host's own thread it would start
-    a second team of OpenMP's threads, and once these are more than the cores, none waits awake for
-    its next product (a step of 0.75B parameters took a sixth longer)."""
+    """Zeros in the host's memory. ``torch.zeros`` would start a second team of OpenMP's threads in
+    the host's own thread: of more than there are cores none waits awake for its next product (a
+    step of 0.75B parameters took a sixth longer)."""
     zeros = lazy_zeros(shape, dtype, torch.device("cpu"))
     return zeros.pin_memory() if pinned else zeros
 
@@ -77,13 +70,8 @@ class Buffers:
     """What one step in flight reads from and writes to the host; pinned where that matters.
 
     Attributes:
-        links: int64, room for ``(3, S, nodes)``: tokens, first children, next siblings of all
-            trees.
-        masks: int32 ``(nodes, words)``: mask rows, of the nodes that have one alone.
-        limits: int64 ``(requests,)``: the depth down to which a request's rows are good.
-        runs: int32 ``(1 + nodes, TOLD)``: behind a row of -1, what the grammar forces behind
-            each node that has a mask row, a run, and the node's state.
-        places: int64: which mask row each node of all trees has, then each final chunk, -1: none.
+        links: int64, room for ``(3, S, nodes)``: tokens, first children, next siblings.
+        masks, limits, runs, places: As :class:`HostTrees` and :class:`GrammarRows` have them.
         results: int64, room for the packed rows of trees and of final chunks.
         events: Recorded anew by each step that uses the buffers; ``events.free`` after its last
             use.
@@ -94,29 +82,25 @@ class Buffers:
         self, room: Tier, rows: int, words: int, streams: Streams, device: torch.device
     ) -> None:
         pinned, most = device.type == "cuda", graph_size(rows)
-        nodes = most * room.nodes
+        nodes, columns = most * room.nodes, row_width(room.steps) + row_width(0)
 
-        def mirrored(shape: tuple[int, ...], dtype: torch.dtype) -> Mirrored:
+        def mirrored(dtype: torch.dtype, *shape: int) -> Mirrored:
             host = host_zeros(shape, dtype, pinned)
             return Mirrored(host, torch.zeros_like(host, device=device) if pinned else host)
 
         self.links = host_zeros((3 * nodes,), torch.int64, pinned)
-        self.masks = mirrored((nodes, words), torch.int32)
-        self.limits = mirrored((most,), torch.int64)
-        self.runs = mirrored((1 + nodes, TOLD), torch.int32)
+        self.masks = mirrored(torch.int32, nodes, words)
+        self.limits = mirrored(torch.int64, most)
+        self.runs = mirrored(torch.int32, 1 + nodes, TOLD)
         self.runs.host.numpy()[0] = -1
-        self.places = mirrored((nodes + most,), torch.int64)
-        columns = row_width(room.steps) + row_width(0)
+        self.places = mirrored(torch.int64, nodes + most)
         self.results = host_zeros((most * columns,), torch.int64, pinned)
-        self.staging = Staging()
-        self.events = Events(streams)
-        self.in_use = False
+        self.staging, self.events, self.in_use = Staging(), Events(streams), False
         self.keep: object = None
 
 
 class Rotation:
-    """The buffers of the steps in flight, taken in turn: allocated before serving, for the largest
-    tier."""
+    """The buffers of the steps in flight, taken in turn, for the largest tier."""
 
     def __init__(self, rows: int, words: int, streams: Streams, device: torch.device) -> None:
         self._of = rows, words, streams, device
@@ -161,7 +145,7 @@ class InFlightStep:
         tensors: What the streams' work hands on.
         trees: The drafted trees, once :meth:`read_trees` has been called.
         limits: Depth down to which each request's mask rows are good.
-        results: The packed results of the trees and of the final chunks, on the host.
+        results, logprobs: Of the trees and of the final chunks, on the host.
         extras: What the optional parts found, by name, on the host.
         dropped: Whether nothing of it is asked for any more.
     """
@@ -226,7 +210,7 @@ class InFlightStep:
 
     def settle(self) -> None:
         """Enter into the plan what was drafted and is verified, where the drafts' stop chose it;
-        once what was drafted is known to be there."""
+        once it is there."""
         drafted = self.tensors.drafted
         if drafted is None or (drafted.tier == self.plan.tier and drafted.nodes is None):
             return
@@ -240,11 +224,9 @@ class InFlightStep:
         self.settle()
         plan, nodes, rows = self.plan, self.plan.tier.nodes, len(self.tensors.batch.rows)
         trees, every = len(plan.decode_rows), rows * nodes
-        grammar = [has_one for _, _, has_one in plan.verified]
-        ends = [
-            c.tokens[-1] for c, has in zip(plan.final_chunks, grammar[trees:], strict=True) if has
-        ]
-        real = trees * nodes
+        real, grammar = trees * nodes, [has_one for _, _, has_one in plan.verified]
+        finals = zip(plan.final_chunks, grammar[trees:], strict=True)
+        ends = [chunk.tokens[-1] for chunk, has_one in finals if has_one]
         packed = links = self.buffers.links.numpy()[: 3 * every].reshape(3, every)[:, :real]
         first, offsets = _firsts(trees, nodes)
         linked = links[1:] >= 0
@@ -274,15 +256,9 @@ class InFlightStep:
         limits = buffers.limits.host.numpy()
         limits.fill(plan.tier.steps)
         tokens, first_child, next_sibling = packed
-        self.trees = HostTrees(
-            tokens,
-            first_child,
-            next_sibling,
-            offsets,
-            rows=buffers.masks.host[:count].numpy(),
-            limits=limits[: len(plan.verified)],
-            runs=buffers.runs.host[1 : 1 + count].numpy(),
-        )
+        told = tokens, first_child, next_sibling, offsets
+        masks, runs = buffers.masks.host[:count].numpy(), buffers.runs.host[1 : 1 + count].numpy()
+        self.trees = HostTrees(*told, masks, limits[: len(plan.verified)], runs)
         return self.trees
 
     @property

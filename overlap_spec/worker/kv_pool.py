@@ -20,10 +20,8 @@ ALIGNMENT = 64
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU their memory is taken when it is first written to.
-
-    A cache has room for all requests at their longest, and most never come.
-    """
+    """Zeros; on the CPU their memory is taken when it is first written to, as most of a cache's
+    never is."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
@@ -37,13 +35,9 @@ class KVPool(nn.Module):
     """Keys ``k`` and values ``v`` of all layers that have such, in pages: ``(layers, pages,
     page_size, heads, D)``; of latents ``v`` has these, and ``k`` what of their keys is rotated.
 
-    Page 0 belongs to no request: rows without pages point there. Pages start as zeros, since a
-    masked key still meets a weight of zero, which a NaN would survive.
-
-    Args:
-        config: Shape of the layers.
-        page_size: Slots of a page, in tokens.
-        first: First slot of a sequence that exists (1 in a cache of EAGLE's heads).
+    Page 0 belongs to no request: rows without pages point there. Pages start as zeros: a masked key
+    still meets a weight of zero, which a NaN would survive. ``page_size`` is in tokens; ``first``
+    is a sequence's first slot that exists (1 in a cache of EAGLE's heads).
     """
 
     k: Tensor
@@ -102,11 +96,9 @@ class KVPool(nn.Module):
 
 @dataclass(frozen=True)
 class PagedAttend:
-    """Attention of queries laid end to end: stores their keys, then reads what ``span`` shows.
-
-    ``slots`` int64 ``(T,)``: physical slots of all queries; ``states``: what layers without keys
-    call in its place (``worker/state_pool.py``).
-    """
+    """Attention of queries laid end to end: stores their keys in the physical ``slots`` int64
+    ``(T,)``, then reads what ``span`` shows. ``states``: what layers without keys call in its place
+    (``worker/state_pool.py``)."""
 
     pool: KVPool
     slots: Tensor

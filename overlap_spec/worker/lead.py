@@ -35,9 +35,9 @@ LATER, OF_A_SERIAL_STEP = ("assign", "upload"), ("draft",)
 class LeadWorker(Worker):
     """A worker whose calls are told to the ranks that hold the other parts of the model.
 
-    Calls are gathered until a verify, which takes all ranks; its mask rows follow when the lane has
-    made them. Both leave from a thread of their own, under the verify. Nothing comes back: all
-    ranks have the same logits and seeds, and choose alike.
+    Calls are gathered until a verify; its mask rows follow when the lane has made them. Both leave
+    from a thread of their own, under the verify. Nothing comes back: all ranks have the same logits
+    and seeds, and choose alike.
 
     Args:
         processes: Those of the other ranks; None: they are another's.
@@ -53,8 +53,7 @@ class LeadWorker(Worker):
         group: Group,
         processes: Processes | None,
     ) -> None:
-        # The other ranks wait for a decision whose size the plan tells; and draft and verify are
-        # told at once.
+        # The plan tells the size of the decision; and draft and verify are told at once.
         traits = replace(traits, stops_drafts=False, verifies_ahead=True)
         super().__init__(phases, traits, streams, config, record)
         self.group, self.processes = group, processes
@@ -91,7 +90,7 @@ class LeadWorker(Worker):
             super().rest()
 
     def tell(self, name: str, *arguments: Any) -> None:
-        """Now, with what they have not been told of yet; or with the next that is."""
+        """Now, with what they have not been told of yet; or with the next call."""
         self._calls.append((name, arguments))
         if name in LATER or (name in OF_A_SERIAL_STEP and not self._serial):
             return
@@ -153,8 +152,8 @@ class LeadWorker(Worker):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Ends the engine with one error where a rank is gone, or something fails in the block: the
-        ranks are in no one step any more."""
+        """Ends the engine with one error where a rank is gone, or something fails in the block:
+        the ranks are in no one step any more."""
         self._check()
         try:
             yield

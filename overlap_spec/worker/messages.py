@@ -2,12 +2,11 @@
 
 A step takes two messages. The first has the calls up to its verify, the plan among them, as bytes
 in a block of one size, so that one broadcast does; what does not fit follows in a second one. The
-other is the step's decision: an int32 tensor whose size the plan tells, and where a request has a
-grammar one of mask rows, whose size the trees tell. All ranks have drafted the same ones, which is
-checked.
+other is its decision: an int32 tensor whose size the plan tells, and where a request has a grammar
+one of mask rows, whose size the trees tell: those of all ranks are the same, which is checked.
 
-Calls are pickled, so that who can send them can run anything in a rank: they are signed with the
-group's key, and not looked at unless they are. What a rank answers, its spans, is plain data.
+Calls are pickled, so who can send them can run anything in a rank: they are signed with the group's
+key, and not read unless they are. What a rank answers, its spans, is plain data.
 """
 
 from __future__ import annotations
@@ -35,22 +34,15 @@ LENGTH_BYTES, SIGNATURE_BYTES = 8, 32
 
 
 def encode_calls(calls: Sequence[Call], key: bytes) -> list[Tensor]:
-    """The tensors to be broadcast, one after the other: uint8 ``(BLOCK_BYTES,)``, and what is
-    left.
-
-    Args:
-        key: Of the group.
-    """
+    """The tensors to be broadcast: uint8 ``(BLOCK_BYTES,)``, and what is left. ``key``: the
+    group's."""
     data = pickle.dumps(list(calls), pickle.HIGHEST_PROTOCOL)
     return _in_blocks(_signature(data, key) + data)
 
 
 def decode_calls(receive: Callable[[Tensor], None], key: bytes) -> list[Call]:
-    """What was encoded; ``receive`` fills a tensor with the next broadcast.
-
-    Raises:
-        RuntimeError: it does not come from rank 0.
-    """
+    """What was encoded; ``receive`` fills a tensor with the next broadcast. RuntimeError: it does
+    not come from rank 0."""
     whole = _from_blocks(receive)
     signature, data = whole[:SIGNATURE_BYTES], whole[SIGNATURE_BYTES:]
     if not hmac.compare_digest(signature, _signature(data, key)):
@@ -65,11 +57,7 @@ def encode_spans(spans: Sequence[SpanFields]) -> list[Tensor]:
 
 
 def decode_spans(receive: Callable[[Tensor], None]) -> list[SpanFields]:
-    """What :func:`encode_spans` has made.
-
-    Raises:
-        ValueError: these are no spans.
-    """
+    """What :func:`encode_spans` has made; ValueError: these are no spans."""
     try:
         return msgspec.msgpack.decode(_from_blocks(receive), type=list[SpanFields])
     except msgspec.MsgspecError as error:
@@ -102,17 +90,14 @@ def _from_blocks(receive: Callable[[Tensor], None]) -> bytes:
 
 def pack_decision(step: InFlightStep, accepted: bool, free: Sequence[bool] = ()) -> list[Tensor]:
     """What becomes of a step whose verify the others were told of, as tensors to be broadcast: the
-    head, and where a step with a grammar is accepted the runs and the mask rows.
-
-    Args:
-        accepted: False: the step is dropped.
-        free: As in :meth:`overlap_spec.worker.worker.Worker.accept`.
+    head, and where a step with a grammar is ``accepted``, not dropped, the runs and the mask rows.
+    ``free``: as in :meth:`overlap_spec.worker.worker.Worker.accept`.
     """
     head = torch.zeros(sum(_head_sizes(step)), dtype=torch.int32)
     told, inside, limits = head.split(_head_sizes(step))
     told[0] = int(accepted)
-    for index in range(min(len(free), len(inside))):
-        inside[index] = int(free[index])
+    some = free[: len(inside)]
+    inside[: len(some)] = torch.tensor(some)
     if not (accepted and step.constrained):
         return [head]
     told[1], rows, runs = _mark(step), *_body(step)
@@ -122,13 +107,8 @@ def pack_decision(step: InFlightStep, accepted: bool, free: Sequence[bool] = ())
 
 def take_decision(step: InFlightStep, receive: Callable[[Tensor], None]) -> tuple[bool, list[bool]]:
     """Write a decision to the step's buffers; whether it is accepted, and which trees are free.
-
-    Args:
-        receive: Fills a tensor with the next broadcast.
-
-    Raises:
-        RuntimeError: this rank has drafted other trees than rank 0.
-    """
+    ``receive`` fills a tensor with the next broadcast. RuntimeError: this rank has drafted other
+    trees than rank 0."""
     head = torch.empty(sum(_head_sizes(step)), dtype=torch.int32)
     receive(head)
     told, inside, limits = head.split(_head_sizes(step))
@@ -147,20 +127,19 @@ def take_decision(step: InFlightStep, receive: Callable[[Tensor], None]) -> tupl
 
 
 def _head_sizes(step: InFlightStep) -> list[int]:
-    """Numbers of a decision's head: whether it is accepted, and a mark of its trees; which trees
-    are free; and where any request has a grammar the depth limits."""
+    """Numbers of a decision's head: whether it is accepted, and its trees' mark; which trees are
+    free; and where any request has a grammar the depth limits."""
     plan = step.plan
     return [2, len(plan.decode_rows), len(plan.verified) if step.constrained else 0]
 
 
 def _mark(step: InFlightStep) -> int:
-    """A number that trees have in common which are the same."""
+    """A number that equal trees have in common."""
     assert step.trees is not None
     return zlib.crc32(step.trees.tokens.data, zlib.crc32(step.trees.offsets.data)) >> 1
 
 
 def _body(step: InFlightStep) -> tuple[Tensor, Tensor]:
-    """The mask rows of a step's trees, and the runs behind their nodes, where the lane wrote
-    them."""
+    """The mask rows and runs of a step's nodes, where the lane wrote them."""
     assert step.trees is not None
     return torch.from_numpy(step.trees.rows), torch.from_numpy(step.trees.runs)

@@ -28,7 +28,7 @@ TREES = len(Tree._fields) + 3
 
 
 class ModelRunner(nn.Module):
-    """The models of a worker and what is computed with them.
+    """The models of a worker, and its passes over trees and chunks.
 
     Args:
         states: Of the target's layers that keep no keys; None: it has no such.
@@ -36,7 +36,7 @@ class ModelRunner(nn.Module):
 
     Attributes:
         caches: The target's keys, and the drafter's.
-        proposer: What drafts on the host; where it has a drafter behind it, that is the drafter.
+        proposer: What drafts on the host; the one behind it, if any, is the drafter.
         recorded_drafter: Whether the drafter's methods depend on nothing but tensors.
         extends: Whether the drafter takes in what was committed.
         refused: int64 ``()``: drafted nodes that broke the contract; a built drafter has none.
@@ -63,15 +63,13 @@ class ModelRunner(nn.Module):
         self.checked = drafter is not None and not drafter.built_in
         if drafter is not None and drafter.behind is not None:
             drafter = drafter.behind
-        self.target, self.drafter, self.tables = target, drafter, tables
-        self.pool, self.draft_pools = pool, nn.ModuleList(draft_pools)
-        self.caches, self.states, self.adapters = [pool, *draft_pools], states, adapters
-        self.device = tables.device
+        self.target, self.drafter, self.tables, self.pool = target, drafter, tables, pool
+        self.draft_pools, self.caches = nn.ModuleList(draft_pools), [pool, *draft_pools]
+        self.states, self.adapters, self.device = states, adapters, tables.device
         self.last_position = target.config.max_position - 1
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.reads_states = isinstance(drafter, TreeDrafter)
-        room = STATES if self.reads_states else 0
-        count = tables.padding_row + 1
+        room, count = STATES if self.reads_states else 0, tables.padding_row + 1
         self.told = GrammarDrafts(count, tables.vocab_size, room, self.device)
         self.recorded_drafter = drafter is None or drafter.recorded
         self.extends = drafter is not None and type(drafter).extend is not Drafter.extend
@@ -79,8 +77,8 @@ class ModelRunner(nn.Module):
         no_run = torch.full((1, TOLD), -1, dtype=torch.int32, device=self.device)
         self.register_buffer("no_run", no_run)
         if self.feature_layers:
-            # One feature a page, so that a prefix can be reused with the drafter's cache: zeros of
-            # page 0, which starts of sequences read, and a last row for what is not to be kept.
+            # One a page, so that a prefix can be reused with the drafter's cache: zeros of page 0,
+            # which starts of sequences read, and a last row for what is not to be kept.
             width = len(self.feature_layers) * target.config.hidden_size
             shape = pool.k.shape[1] + 1, width
             self.register_buffer("page_features", lazy_zeros(shape, pool.k.dtype, self.device))
@@ -114,16 +112,13 @@ class ModelRunner(nn.Module):
         ancestors: Tensor,
     ) -> Tensors:
         """The target over all nodes: logits ``(S * N, V)``, features ``(S * N, F)`` if any, and
-        what the nodes write to states, if to any (:attr:`TreeStates.writes`)."""
+        what they write to states, if to any (:attr:`TreeStates.writes`)."""
         place = self._within(roots[:, None] + depths)
-        slots = roots[:, None] + self._count(tokens.shape[1])
+        slots = roots[:, None] + self.count(tokens.shape[1])
         attend = self.pool.attend(pages, slots, roots, place, ancestors if tier.top_k > 1 else None)
-        states = self._tree_states(rows, ancestors)
-        hidden, features = self.target(
-            tokens.flatten(), place.flatten(), replace(attend, states=states), self.feature_layers
-        )
-        told = () if features is None else (features,)
-        return (self.target.logits(hidden), *told, *(() if states is None else states.writes))
+        states = None if self.states is None else TreeStates(self.states, rows, ancestors)
+        attend = replace(attend, states=states)
+        return self._verify(tokens.flatten(), place.flatten(), attend)
 
     def verify_packed(
         self,
@@ -135,28 +130,28 @@ class ModelRunner(nn.Module):
         depths: Tensor,
         ancestors: Tensor,
     ) -> Tensors:
-        """The target over the nodes ``pack (T,)`` alone: logits ``(T, V)``; features ``(S * N, F)``
-        and what goes to states with zeros where nothing was verified."""
+        """The same over the nodes ``pack (T,)`` alone: logits ``(T, V)``; the others' features, and
+        what they write to states, are zeros."""
         batch, nodes = tokens.shape
         place = self._within(roots[:, None] + depths).flatten()[pack]
-        slots = self.pool.slots(pages, roots[:, None] + self._count(nodes)).flatten()[pack]
+        slots = self.pool.slots(pages, roots[:, None] + self.count(nodes)).flatten()[pack]
         bounds = torch.arange(batch + 1, device=self.device) * nodes
-        span = KeySpan(
-            pages,
-            roots,
-            place,
-            ancestors.flatten(0, 1)[pack],
-            offsets=torch.searchsorted(pack, bounds),
-            longest=nodes,
-        )
-        states = self._tree_states(rows, ancestors, pack)
+        offsets, seen = torch.searchsorted(pack, bounds), ancestors.flatten(0, 1)[pack]
+        span = KeySpan(pages, roots, place, seen, offsets=offsets, longest=nodes)
+        states = None if self.states is None else TreeStates(self.states, rows, ancestors, pack)
         attend = PagedAttend(self.pool, slots, span, states)
-        hidden, features = self.target(tokens.flatten()[pack], place, attend, self.feature_layers)
-        told: Tensors = ()
-        if features is not None:
-            every = features.new_zeros(batch * nodes, features.shape[1])
-            told = (every.index_copy_(0, pack, features),)
-        return (self.target.logits(hidden), *told, *(() if states is None else states.writes))
+        logits, *told = self._verify(tokens.flatten()[pack], place, attend)
+        if self.feature_layers:
+            every = told[0].new_zeros(batch * nodes, told[0].shape[1])
+            told[0] = every.index_copy_(0, pack, told[0])
+        return logits, *told
+
+    def _verify(self, tokens: Tensor, place: Tensor, attend: PagedAttend) -> Tensors:
+        """As :meth:`verify_trees`, of these tokens."""
+        hidden, features = self.target(tokens, place, attend, self.feature_layers)
+        told, states = () if features is None else (features,), attend.states
+        writes = states.writes if isinstance(states, TreeStates) else ()
+        return self.target.logits(hidden), *told, *writes
 
     def read_chunks(self, chunks: Chunks) -> tuple[Tensor, Tensor | None]:
         """The target over all chunks in one pass: hidden states ``(T, H)``, and features."""
@@ -174,8 +169,8 @@ class ModelRunner(nn.Module):
 
         Args:
             rest: The trees' tensors, the choice after every node int64 ``(S * N,)``, the depth
-                limits int64 ``(S,)``, the runs behind the nodes int32 ``(S * N, TOLD)``, and what
-                nodes write to states, if to any.
+                limits int64 ``(S,)``, the runs behind the nodes int32 ``(S * N, TOLD)``, and the
+                writes to states, if any.
         """
         (*parts, choices, limits, runs), writes = rest[:TREES], rest[TREES:]
         tables, tree = self.tables, Tree(*parts)
@@ -188,12 +183,12 @@ class ModelRunner(nn.Module):
         tokens = choices.gather(1, path)
         if tier.top_k > 1:
             base = roots[:, None]
-            self.pool.move(pages, base + path, base + self._count(width))
+            self.pool.move(pages, base + path, base + self.count(width))
         tables.committed[rows] = roots + lengths + 1
         last = path.gather(1, lengths[:, None])
         if self.states is not None:
             self.states.commit(rows, tree.ancestors, last[:, 0], writes)
-        told = runs[(self._count(rows.shape[0]) * nodes)[:, None] + last].squeeze(1)
+        told = runs[(self.count(rows.shape[0]) * nodes)[:, None] + last].squeeze(1)
         tables.roots[rows] = accepted.bonus.clamp(min=0)
         behind = self.told.enter(rows, told, accepted.bonus, tier.base is not None)
         # Else the padding row would grow out of its pages, and follow what nobody wrote.
@@ -227,25 +222,21 @@ class ModelRunner(nn.Module):
         """Feed the drafter what trees committed; a recording wants an output."""
         assert self.drafter is not None
         batch, width = tokens.shape
-        slots = roots[:, None] + 1 + self._count(width)
+        slots = roots[:, None] + 1 + self.count(width)
         place = self._within(slots).flatten()
-        each = self._count(batch)[:, None]
+        each = self.count(batch)[:, None]
         along = None
         if features:
             nodes = features[0].shape[0] // batch
             along = features[0][(each * nodes + path).flatten()]
             owners = rows[:, None].expand(-1, width).flatten()
             self._keep_features(owners, (slots - 1).flatten(), along)
-        committed = CommittedTokens(
-            tokens.clamp(min=0).flatten(),
-            place,
-            along,
-            rows,
-            each[:, 0] * width + lengths,
-            self.pool.slots(pages, slots).flatten(),
+        last, slots = each[:, 0] * width + lengths, self.pool.slots(pages, slots).flatten()
+        given, span = (
+            (tokens.clamp(min=0).flatten(), place, along),
             KeySpan(pages, roots + 1, place),
         )
-        self.drafter.extend(committed)
+        self.drafter.extend(CommittedTokens(*given, rows, last, slots, span))
         return (rows,)
 
     def extend_chunks(
@@ -263,30 +254,17 @@ class ModelRunner(nn.Module):
         positions = self._within(chunks.extend_positions)
         span = self._chunk_span(chunks, positions, chunks.extend_offsets)
         slots = self.token_slots(chunks.extend_rows, chunks.extend_positions)
-        self.drafter.extend(
-            CommittedTokens(
-                tokens, positions, before, chunks.final_rows, chunks.chosen, slots, span
-            )
-        )
-
-    def _tree_states(
-        self, rows: Tensor, ancestors: Tensor, pack: Tensor | None = None
-    ) -> TreeStates | None:
-        """What a pass over trees has to do with states; None: nothing."""
-        return None if self.states is None else TreeStates(self.states, rows, ancestors, pack)
+        behind = chunks.final_rows, chunks.chosen, slots, span
+        self.drafter.extend(CommittedTokens(tokens, positions, before, *behind))
 
     def _chunk_span(self, chunks: Chunks, positions: Tensor, offsets: Tensor) -> KeySpan:
-        """What tokens of chunks see, ``positions (T,)``, of which chunk c owns those from
-        ``offsets[c]`` on."""
-        pages = self.tables.pages[chunks.rows]
-        longest = chunks.longest
+        """What tokens at ``positions (T,)`` see: chunk c's, from ``offsets[c]`` on."""
+        pages, longest = self.tables.pages[chunks.rows], chunks.longest
         return KeySpan(pages, chunks.starts, positions, offsets=offsets, longest=longest)
 
     def _keep_features(self, rows: Tensor, positions: Tensor, features: Tensor) -> None:
-        """Keep the feature of every page's last token, for requests that start after that page.
-
-        Tokens that a tree rejected write to pages that are not full yet, and are overwritten.
-        """
+        """Keep the feature of every page's last token, for requests that start after it. Pages that
+        rejected tokens write to are not full yet: they are overwritten."""
         size, dump = self.pool.page_size, self.page_features.shape[0] - 1
         page = self.tables.pages[rows, positions // size]
         ends = (positions + 1) % size == 0
@@ -301,5 +279,6 @@ class ModelRunner(nn.Module):
         """Positions inside the context; drafts past it are discarded."""
         return positions.clamp(max=self.last_position)
 
-    def _count(self, end: int) -> Tensor:
+    def count(self, end: int) -> Tensor:
+        """int64: 0 to ``end - 1``."""
         return torch.arange(end, device=self.device)

@@ -41,14 +41,9 @@ def pack_rows(
 
 
 class PackedRow(NamedTuple):
-    """One row, as the host reads it.
-
-    ``tokens``: the accepted drafts and what was chosen behind them, negative where nothing was.
-    ``behind``: the run behind the new root, and how many nodes of its trie are left, -1 where it
-    has none.
-    ``confidences``: the drafter's probability of each accepted draft after the one before it;
-    then, where any was refused behind the last one, of the best of these.
-    """
+    """One row, as the host reads it. ``tokens``: the accepted drafts and what was chosen behind
+    them, negative where nothing was. ``behind``: the run behind the new root, and how many nodes of
+    its trie are left, -1: it has none. ``confidences``: as of :class:`RowResult`."""
 
     drafted: int
     accepted: int

@@ -17,10 +17,9 @@ from overlap_spec.worker.worker import Worker
 # Times a pass is run at most, after once that is not counted; the least counts, since what else
 # the machine does only adds.
 RUNS = 4
-# Share of the time after which no other point is begun.
-BEGIN_SHARE = 0.6
-# Times the deadline that it may take where other work has the processor.
-BUSY_FACTOR = 2.0
+# Share of the time after which no other point is begun; and how many times the deadline it may take
+# where other work has the processor.
+BEGIN_SHARE, BUSY_FACTOR = 0.6, 2.0
 
 
 class Point(NamedTuple):
@@ -41,16 +40,14 @@ class PassTimes(NamedTuple):
 
 
 def measure(worker: Worker, points: Sequence[Point], deadline_s: float) -> list[PassTimes]:
-    """Time the passes of each point; the rest is left out when the time is over.
-
-    Only this rank's clock counts: the others are told of each point by itself.
+    """Time the passes of each point, by this rank's clock alone; the rest is left out when the
+    time is over.
 
     Args:
-        deadline_s: Seconds for all points, of a machine that does nothing else. The one that is
-            under way is finished.
+        deadline_s: Seconds for all points, of a machine that does nothing else. The one under way
+            is finished.
     """
-    start, worked = time.perf_counter(), time.process_time()
-    found = []
+    start, worked, found = time.perf_counter(), time.process_time(), []
     for point in points:
         # On a machine that is busy with other work, what was worked counts.
         passed = time.perf_counter() - start, time.process_time() - worked
@@ -88,7 +85,7 @@ def _times(worker: Worker, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[flo
 
     def draft() -> tuple[Tensor, ...]:
         drafts = recordings.draft(tier, len(rows), False, False)
-        return worker.phases.draft.grow(drafts, tier, rows, pages)[0]
+        return worker.phases.grow(drafts, tier, rows, pages)[0]
 
     draft_ms, (_, positions, _, _, *tensors) = least_ms(draft, rows, together)
     tree = Tree(*tensors)
@@ -111,14 +108,9 @@ def _times(worker: Worker, tier: Tier, rows: Tensor, pages: Tensor) -> tuple[flo
 def least_ms(
     run: Callable[[], tuple[Tensor, ...]], rows: Tensor, together: bool
 ) -> tuple[float, tuple[Tensor, ...]]:
-    """Milliseconds of ``run``, the least of :data:`RUNS`, and what it returns.
-
-    What one thread computes is timed by its own work: on a busy machine no pass runs undisturbed.
-
-    Args:
-        rows: On the device that it runs on.
-        together: Whether ranks run it beside this one, as often.
-    """
+    """Milliseconds of ``run``, the least of :data:`RUNS`, and what it returns; ``rows``: on the
+    device that it runs on; ``together``: whether ranks run it beside this one, as often."""
+    # What one thread computes is timed by its own work: a busy machine disturbs every pass.
     alone = not rows.is_cuda and get_pass_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
     outputs = run()

@@ -22,11 +22,10 @@ from overlap_spec.worker.tables import SamplingFeatures
 class Drafted(NamedTuple):
     """Trees after the roots of ``batch.rows``; the last rows may be padding.
 
-    ``links`` int64 ``(3, S, N)``: the trees' tokens, first children and next siblings, for the
-    host. ``pack`` int64 ``(T,)``: the flat numbers of the nodes that are verified; None: all.
-    ``tier``: what was drafted: the plan's, or a shorter one where its budget's ``stop`` ended the
-    drafts. ``nodes``: how many of the batch its ``stop`` left to be verified; None: what the plan
-    says.
+    ``links`` int64 ``(3, S, N)``: tokens, first children and next siblings, for the host. ``pack``
+    int64 ``(T,)``: the flat numbers of the nodes that are verified; None: all. ``tier``: the
+    plan's, or a shorter one where its budget's ``stop`` ended the drafts. ``nodes``: how many of
+    the batch that left to be verified; None: what the plan says.
     """
 
     roots: Roots
@@ -38,12 +37,9 @@ class Drafted(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """The target's answers to the trees.
-
-    ``logits``: of the verified nodes, ``(S * N, V)`` or ``(T, V)``; ``features``: the drafter's,
-    ``(S * N, F)``; ``writes``: what nodes write to states, as
-    :attr:`overlap_spec.worker.state_pool.TreeStates.writes` has it; empty where there are none.
-    """
+    """The target's answers to the trees: ``logits (S * N, V)``, or ``(T, V)`` of the verified
+    nodes; ``features (S * N, F)``, the drafter's; ``writes``, to states, if any, as of
+    :attr:`overlap_spec.worker.state_pool.TreeStates.writes`."""
 
     logits: Tensor
     features: Tensor | None
@@ -51,11 +47,9 @@ class Verified(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """The target's answers to the chunks.
-
-    ``logits (F, V)``: of the final chunks' last tokens, None where there are none; ``features``:
-    the drafter's, of all chunks' tokens; ``extras``: what the optional parts read, by name.
-    """
+    """The target's answers to the chunks: ``logits (F, V)`` of the final chunks' last tokens, None
+    where there are none; ``features``, the drafter's, of all chunks' tokens; ``extras``, what the
+    optional parts read, by name."""
 
     logits: Tensor | None
     features: Tensor | None
@@ -67,9 +61,8 @@ class AcceptResult(NamedTuple):
 
     ``lengths`` int64 ``(R,)``: accepted drafts. ``tokens`` int64 ``(R, W)``: the target's choices
     along the accepted path, of which ``lengths + 1`` count; the last may be negative. ``path``
-    int64 ``(R, W)``: the accepted nodes. ``packed`` int64 ``(R, ...)``: what goes to the host, as
-    :mod:`overlap_spec.worker.packed_rows` packs it. ``logprobs``: of each of ``tokens``, and the
-    best ones and their ids: ``(R, W)``, ``(R, W, n)``, ``(R, W, n)``.
+    int64 ``(R, W)``: the accepted nodes. ``packed`` int64 ``(R, ...)``: what goes to the host
+    (:mod:`overlap_spec.worker.packed_rows`). ``logprobs``: as of :meth:`Sampler.logprobs`.
     """
 
     lengths: Tensor
@@ -79,21 +72,14 @@ class AcceptResult(NamedTuple):
     logprobs: tuple[Tensor, Tensor, Tensor] | None = None
 
 
-class Accepted(NamedTuple):
-    """A step's decisions; None for what it did not have."""
-
-    trees: AcceptResult | None
-    chunks: AcceptResult | None
-
-
 class GrammarRows(NamedTuple):
     """What the lane wrote of a step, on the device; nodes are the trees', those of padding too,
     then the final chunks'.
 
-    ``masks``: what each node may choose. ``limits`` int64 ``(S,)``: depth down to which each
-    tree's rows are good. ``runs`` int32 ``(1 + M, TOLD)``: behind a row of -1, what the grammar
-    forces behind each node that has a mask row, a run, -1 behind its end; and the node's state, -1
-    where nothing is known. ``places`` int64 ``(nodes,)``: which mask row each has, -1: none.
+    ``masks``: int32 ``(M, words)`` and what each node has of them. ``limits`` int64 ``(S,)``: depth
+    down to which each tree's rows are good. ``runs`` int32 ``(1 + M, TOLD)``: behind a row of -1,
+    the run that the grammar forces behind each node that has a mask row, -1 behind its end; and the
+    node's state, -1: unknown. ``places`` int64 ``(nodes,)``: which mask row each has, -1: none.
     """
 
     masks: Masks
@@ -106,16 +92,14 @@ class GrammarRows(NamedTuple):
         return self.runs[self.places[nodes] + 1]
 
 
-NOTHING = Accepted(None, None)
-
-
 @dataclass
 class StepTensors:
-    """What a step has on the device, as its passes have come to it; each is set by a stream's work,
-    and read by what is ordered behind that.
+    """What a step's passes have come to on the device; each is set by a stream's work, and read by
+    what is ordered behind that.
 
     Attributes:
         features: What its requests ask of the sampler.
+        decided: Of the trees, and of the final chunks.
         free: Whether each request of ``plan.verified`` is inside its thinking; empty: none is.
         grammar: None where no request has one; the others: where the step has no such pass.
     """
@@ -127,15 +111,13 @@ class StepTensors:
     prefilled: Prefilled | None = None
     grammar: GrammarRows | None = None
     free: Sequence[bool] = ()
-    decided: Accepted = NOTHING
+    decided: tuple[AcceptResult | None, AcceptResult | None] = (None, None)
 
 
 @dataclass(eq=False)
 class CommittedTokens(Committed):
-    """Committed tokens of one rectangle of trees, or of ragged chunks.
-
-    ``slots`` int64 ``(T,)``: physical slots, the same in every cache; ``span``: what they see.
-    """
+    """Of one rectangle of trees, or of ragged chunks. ``slots`` int64 ``(T,)``: physical slots, the
+    same in every cache; ``span``: what they see."""
 
     tokens: Tensor
     positions: Tensor

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -52,6 +51,9 @@ class Recordings:
         count: Passes that have been recorded.
     """
 
+    # Rows more that the inputs have which the drafter's are checked on.
+    more_rows = 1
+
     def __init__(self, drafts: Drafts, guard: DrafterGuard, traced: bool = False) -> None:
         self.drafts, self.runner, self.guard = drafts, drafts.runner, guard
         self.traced = traced
@@ -73,13 +75,10 @@ class Recordings:
         """A recording of the target's pass."""
         return self.make(work, inputs)
 
-    def rows(self, batch: int) -> int:  # noqa: ARG002
-        """Of how many rows a recording for a batch is made: in a trace, sizes of 1 look alike."""
-        return 2
-
-    def kinds(self, tier: Tier) -> tuple[Tier, Tier, Tier]:
-        """The tiers for which verify, commit and extend of a tier are recorded."""
-        return TREE if tier.top_k > 1 else CHAIN, CHAIN if tier.is_chain else tier, CHAIN
+    def kinds(self, tier: Tier, batch: int) -> tuple[int, Tier, Tier, Tier]:  # noqa: ARG002
+        """For how many rows a batch's passes are recorded, and for which tiers its verify, commit
+        and extend. In a trace, sizes of 1 look alike."""
+        return 2, TREE if tier.top_k > 1 else CHAIN, CHAIN if tier.is_chain else tier, CHAIN
 
     def trees(self, tier: Tier, rows: int) -> tuple[Tensors, Tensors]:
         """Rows and pages, and trees behind them as drafts give them."""
@@ -99,17 +98,13 @@ class Recordings:
         """How many nodes of ``rows`` trees are verified where ``wanted`` are asked for."""
         return min(self.padded(wanted), rows * tier.nodes)
 
-    def record_next(self, tiers: Iterable[Tier]) -> bool:
-        """Between requests: record what one of these tiers lacks; False if nothing lacks."""
-        kinds = product(tiers, (False, True), (False, self.runner.reads_states))
-        return self.traced and any(self.record(*kind) for kind in kinds)
-
     def wait_ms(self, tier: Tier) -> float:
         """About what a step of the tier would wait for recordings: as long as those of another one
         took; 0 where they are there, as those of all chains are from the start on."""
         made = {key[1] for key in list(self._known) if key[0] == "commit"} - {CHAIN}
-        there = not self.traced or tier.is_chain or tier in made
-        return 0.0 if there else self._took_ms / (1 + len(made))
+        if not self.traced or tier.is_chain or tier in made:
+            return 0.0
+        return self._took_ms / (1 + len(made))
 
     def clear(self) -> None:
         """Forget all recordings."""
@@ -124,48 +119,77 @@ class Recordings:
         kind = tier, sampled and drafter is not None, told and drafter is not None
         if drafter is not None and (drafter.host or not drafter.recorded):
             return Eager(partial(self.drafts.trees, *kind))
-        rows = self.rows(batch)
+        rows = self.kinds(tier, batch)[0]
         return self._guarded(("draft", *kind, rows), lambda r: self.make_draft(r, *kind, rows))
 
     def chain(self, sampled: bool, told: bool) -> Chain:
         """The drafts of chains, step by step."""
-        key = "chain", sampled, told
-        return self._guarded(key, lambda record: self._make_chain(record, sampled, told))
+
+        def make(record: Record) -> Chain:
+            first = partial(first_step, self.drafts, sampled, told)
+            onward = partial(next_step, self.drafts, sampled, told)
+            if record is _plain:
+                return Chain(Eager(first), Eager(onward), Eager(link_steps), told)
+            padding, others = (examples.padding(self.runner, rows) for rows in (2, 3))
+            given, other = first(*padding), first(*others)
+            # Behind a draft, which has no score to read.
+            at, other_at = (x[1:4] + x[5:] for x in (given, other))
+            # Of two drafts each: in a trace sizes of 1 would look alike. The others have one.
+            chains = given[0], *(x.repeat(1, 2) for x in given[3:5])
+            return Chain(
+                record(first, padding, others),
+                record(onward, (*padding, *at), (*others, *other_at)),
+                record(link_steps, chains, (other[0], *other[3:5])),
+                told,
+            )
+
+        return self._guarded(("chain", sampled, told), make)
 
     def verify(self, tier: Tier, batch: int) -> Recorded:
         """The target's pass over whole trees: see :meth:`ModelRunner.verify_trees`."""
-        kind, rows = self.kinds(tier)[0], self.rows(batch)
-        return self._find(
-            ("verify", kind, rows),
-            lambda: self.make_target(
-                partial(self.runner.verify_trees, kind), *examples.verified(*self.trees(kind, rows))
-            ),
-        )
+        rows, kind, *_ = self.kinds(tier, batch)
+
+        def make() -> Recorded:
+            inputs = examples.verified(*self.trees(kind, rows))
+            return self.make_target(partial(self.runner.verify_trees, kind), *inputs)
+
+        return self._find(("verify", kind, rows), make)
 
     def packed(self, tier: Tier, batch: int, count: int) -> Recorded:  # noqa: ARG002
         """Verify over ``count`` nodes of the trees: see :meth:`ModelRunner.verify_packed`."""
-        kind = max(tier.nodes, 2), 3, 2
-        return self._find(("packed", *kind), lambda: self.make_packed(*kind))
+        return self._packed(max(tier.nodes, 2), 3, 2)
+
+    def _packed(self, *kind: int) -> Recorded:
+        def make() -> Recorded:
+            inputs = examples.packed(self.runner, *kind)
+            return self.make_target(self.runner.verify_packed, *inputs)
+
+        return self._find(("packed", *kind), make)
 
     def commit(self, tier: Tier, batch: int) -> Recorded:
         """What the trees accept becomes their rows' state."""
-        kind, rows = self.kinds(tier)[1], self.rows(batch)
-        return self._find(
-            ("commit", kind, rows),
-            lambda: self.make(
-                partial(self.runner.commit_trees, kind),
-                examples.committed(
-                    self.runner, kind, *self.trees(kind, rows), self.writes(kind, rows)
-                ),
-            ),
-        )
+        rows, _, kind, _ = self.kinds(tier, batch)
+
+        def make() -> Recorded:
+            behind = *self.trees(kind, rows), self.writes(kind, rows)
+            inputs = examples.committed(self.runner, kind, *behind)
+            return self.make(partial(self.runner.commit_trees, kind), inputs)
+
+        return self._find(("commit", kind, rows), make)
 
     def extend(self, tier: Tier, batch: int) -> Recorded:
         """The drafter's pass over what the trees commit, of one that takes it in."""
         if not self.runner.recorded_drafter:
             return Eager(self.runner.extend_trees)
-        kind, rows = self.kinds(tier)[2], self.rows(batch)
-        return self._guarded(("extend", kind, rows), lambda r: self.make_extend(r, kind, rows))
+        rows, *_, kind = self.kinds(tier, batch)
+
+        def make(record: Record) -> Recorded:
+            # Held against the drafter over other tokens and features, some of them accepted.
+            others = self.runner, kind, rows + self.more_rows, 5, min(kind.steps, 1), 0.25
+            given = self.extended(kind, rows)
+            return record(self.runner.extend_trees, given, examples.extended(*others))
+
+        return self._guarded(("extend", kind, rows), make)
 
     def record(self, tier: Tier, sampled: bool = False, told: bool = False) -> bool:
         """Record what a step of a single request may want; whether anything was lacking."""
@@ -186,23 +210,10 @@ class Recordings:
     def _find(self, key: tuple[Any, ...], make: Callable[[], R]) -> R:
         """What is recorded under a key; where nothing is, ``make`` makes it."""
         found: R | None = self._known.get(key)
-        return self._new(key, make) if found is None else found
-
-    def _guarded(self, key: tuple[Any, ...], make: Callable[[Record], R]) -> R:
-        """The same of the drafter's passes."""
-        found: R | None = self._known.get(key)
         if found is not None:
             return found
-        if self.guard.fault is None:
-            with self.guard:
-                return self._new(key, lambda: make(self.checked))
-            return self._new(key, lambda: make(_plain))
-        return make(_plain)
-
-    def _new(self, key: tuple[Any, ...], make: Callable[[], R]) -> R:
         # What is made for another is part of that one's time.
-        start, outer = time.perf_counter(), self._making
-        self._making = True
+        start, outer, self._making = time.perf_counter(), self._making, True
         try:
             found = self._known[key] = make()
         finally:
@@ -211,53 +222,31 @@ class Recordings:
                 self._took_ms += (time.perf_counter() - start) * 1e3
         return found
 
+    def _guarded(self, key: tuple[Any, ...], make: Callable[[Record], R]) -> R:
+        """The same of the drafter's passes."""
+        if self.guard.fault is None:
+            with self.guard:
+                return self._find(key, lambda: make(self.checked))
+            return self._find(key, lambda: make(_plain))
+        return self._known.get(key) or make(_plain)
+
     def make_draft(
         self, record: Record, tier: Tier, sampled: bool, told: bool, rows: int
     ) -> Recorded:
         if self.traced and self.runner.stepwise and tier.is_chain and tier.steps:
             return FixedChain(self.chain(sampled, told), tier.steps)
-        work = partial(self.drafts.trees, tier, sampled, told)
-        return record(
-            work, examples.padding(self.runner, rows), examples.padding(self.runner, rows + 1)
-        )
+        inputs, others = (examples.padding(self.runner, n) for n in (rows, rows + self.more_rows))
+        return record(partial(self.drafts.trees, tier, sampled, told), inputs, others)
 
-    def _make_chain(self, record: Record, sampled: bool, told: bool) -> Chain:
-        first = partial(first_step, self.drafts, sampled, told)
-        onward = partial(next_step, self.drafts, sampled, told)
-        if record is _plain:
-            return Chain(Eager(first), Eager(onward), Eager(link_steps), told)
-        padding, others = examples.padding(self.runner, 2), examples.padding(self.runner, 3)
-        given, other = first(*padding), first(*others)
-        # Behind a draft, which has no score to read.
-        at, other_at = (x[1:4] + x[5:] for x in (given, other))
-        # Of two drafts each: in a trace sizes of 1 would look alike. The others have one.
-        chains = given[0], *(x.repeat(1, 2) for x in given[3:5])
-        return Chain(
-            record(first, padding, others),
-            record(onward, (*padding, *at), (*others, *other_at)),
-            record(link_steps, chains, (other[0], *other[3:5])),
-            told,
-        )
-
-    def make_packed(self, nodes: int, count: int, rows: int) -> Recorded:
-        inputs = examples.packed(self.runner, nodes, count, rows)
-        return self.make_target(self.runner.verify_packed, *inputs)
-
-    def make_extend(self, record: Record, tier: Tier, rows: int) -> Recorded:
-        """Held against the drafter over other tokens and features, some of them accepted."""
-        given = examples.extended(self.runner, tier, rows)
-        others = examples.extended(self.runner, tier, rows + 1, 5, min(tier.steps, 1), 0.25)
-        return record(self.runner.extend_trees, given, others)
+    def extended(self, tier: Tier, rows: int) -> Tensors:
+        """What an extend of these trees takes."""
+        return examples.extended(self.runner, tier, rows)
 
     def checked(
         self, work: Work, inputs: Tensors, others: Tensors, place: Place | None = None
     ) -> Recorded:
         """A recording of the drafter's work over ``inputs``, held against the work itself over
-        ``others``.
-
-        Raises:
-            RuntimeError: they differ, or the recording fails.
-        """
+        ``others``; RuntimeError: they differ, or it fails."""
         recorded = self.make(work, inputs, place)
         cause: Exception | None = None
         try:

@@ -33,10 +33,8 @@ class ResultReader:
 
     def read(self, step: InFlightStep) -> tuple[tuple[RowResult, ...], dict[int, dict[str, Any]]]:
         """What each of ``plan.verified`` gave, trees first, and what the chunks told the optional
-        parts, by request; once ``results_on_host`` has passed and the step is settled. Steps are
-        read in their order."""
-        plan = step.plan
-        trees, rows = len(plan.decode_rows), list[RowResult]()
+        parts, by request. Steps are read in their order, once they are settled."""
+        plan, trees, rows = step.plan, len(step.plan.decode_rows), list[RowResult]()
         if trees:
             rows += self._rows(step, step.results[0][:trees], 0, plan.tier)
         if plan.final_chunks:
@@ -47,8 +45,7 @@ class ResultReader:
     def _rows(
         self, step: InFlightStep, packed: Tensor, first: int, tier: Tier
     ) -> Iterator[RowResult]:
-        """The results of ``plan.verified`` from ``first`` on, which are trees of ``tier``: a row
-        costs one turn of this, and no call that not all need."""
+        """The results of ``plan.verified`` from ``first`` on, which are trees of ``tier``."""
         members, limits = step.plan.verified, step.limits
         plain, known = not step.tensors.features.tells, self._told
         for index, told in enumerate(read_rows(packed, tier.steps), first):
@@ -77,9 +74,9 @@ class ResultReader:
         _, number, constrained = step.plan.verified[index]
         asked = self._tables.features_of(number)
         if asked.top_logprobs is not None and step.logprobs:
-            parts, at = (
-                (step.logprobs[0], index) if index < trees else (step.logprobs[-1], index - trees)
-            )
+            at, parts = index, step.logprobs[0]
+            if index >= trees:
+                at, parts = index - trees, step.logprobs[-1]
             own, best, ids = (part[at, : len(row.tokens)] for part in parts)
             row = row._replace(logprobs=token_logprobs(own, best, ids, asked.top_logprobs))
         if not asked.extras:

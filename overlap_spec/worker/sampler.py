@@ -12,19 +12,15 @@ from overlap_spec.kernels import Tree, apply_bitmask, apply_penalties, masked_ch
 from overlap_spec.types import TokenLogprobs
 from overlap_spec.worker.tables import RowTables, SamplingFeatures
 
-# Entries of logits that are biased and penalised at once: of a vocabulary of 128k, 64 nodes. What
-# that takes besides is some times as much, whatever the batch.
+# Entries of logits that are biased and penalised at once: of a vocabulary of 128k, 64 nodes.
 BLOCK_ENTRIES = 1 << 23
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Verified nodes.
-
-    ``rows``, ``positions`` int64 ``(L,)``: row of each node, and the position of the token chosen
-    after it. ``tree``: whose nodes they are; None: of no draft. ``pack`` int64 ``(L,)``: which of
-    its nodes; None: the first.
-    """
+    """Verified nodes: ``rows``, ``positions`` int64 ``(L,)``, each one's row and the position of
+    the token chosen after it. ``tree``: whose they are; None: of no draft. ``pack`` int64 ``(L,)``:
+    which of its nodes; None: the first."""
 
     rows: Tensor
     positions: Tensor
@@ -45,17 +41,11 @@ class Masks(NamedTuple):
     rows: Tensor
     places: Tensor | None
 
-    def first(self, count: int) -> Masks:
-        """Those of the first ``count`` nodes."""
+    def at(self, nodes: slice) -> Masks:
+        """Those of these nodes."""
         if self.places is None:
-            return Masks(self.rows[:count], None)
-        return Masks(self.rows, self.places[:count])
-
-    def last(self, count: int) -> Masks:
-        """Those of the last ``count`` nodes."""
-        if self.places is None:
-            return Masks(self.rows[len(self.rows) - count :], None)
-        return Masks(self.rows, self.places[len(self.places) - count :])
+            return Masks(self.rows[nodes], None)
+        return Masks(self.rows, self.places[nodes])
 
     def packed(self, pack: Tensor, count: int) -> Masks:
         """Those of nodes ``pack``, of which those from node ``count`` on, padding, have none."""
@@ -78,11 +68,8 @@ class Sampler:
         self.tables = tables
 
     def process(self, logits: Tensor, nodes: Nodes | None, features: SamplingFeatures) -> Tensor:
-        """Logits as the choice sees them, but for the mask: ``(L, V)`` → ``(L, V)``.
-
-        ``logits`` may be overwritten; ``nodes`` is needed where the features are
-        :attr:`SamplingFeatures.by_node`.
-        """
+        """Logits as the choice sees them, but for the mask: ``(L, V)`` → ``(L, V)``; ``logits`` may
+        be overwritten. ``nodes`` is needed where the features are ``by_node``."""
         if nodes is None or not features.changes_logits:
             return logits
         logits = logits.float()
@@ -112,35 +99,21 @@ class Sampler:
             counts = tables.output_counts[rows]
             if nodes.tree is not None:
                 _add_path(counts, nodes.tree, nodes.numbers(here))
-            apply_penalties(
-                logits,
-                counts,
-                tables.in_prompt[rows],
-                tables.repetition[rows],
-                tables.presence[rows],
-                tables.frequency[rows],
-            )
+            factors = tables.repetition, tables.presence, tables.frequency
+            apply_penalties(logits, counts, *(x[rows] for x in (tables.in_prompt, *factors)))
 
     def choose(
-        self,
-        logits: Tensor,
-        nodes: Nodes | None,
-        features: SamplingFeatures,
-        masks: Masks | None,
+        self, logits: Tensor, nodes: Nodes | None, features: SamplingFeatures, masks: Masks | None
     ) -> Tensor:
-        """The choice after each node: int64 ``(L,)``, -1 for an empty row, -2 for NaN.
-
-        ``logits`` may be overwritten.
-        """
+        """The choice after each node: int64 ``(L,)``, -1 for an empty row, -2 for NaN. ``logits``
+        may be overwritten."""
         allowed, places = (None, None) if masks is None else masks
         if nodes is None or not features.sampled:
             return masked_choose(logits, allowed, places)
         tables, rows = self.tables, nodes.rows
-        filters = None
-        if features.filtered:
-            filters = (tables.top_k[rows], tables.top_p[rows], tables.min_p[rows])
-        keys = noise_keys(tables.seed[rows], nodes.positions)
-        return masked_choose(logits, allowed, places, tables.temperature[rows], keys, filters)
+        keys, heat = noise_keys(tables.seed[rows], nodes.positions), tables.temperature[rows]
+        kept = filters(tables, rows, features)
+        return masked_choose(logits, allowed, places, heat, keys, kept)
 
     def logprobs(
         self, logits: Tensor, index: Tensor, chosen: Tensor, top: int, masks: Masks | None
@@ -156,9 +129,18 @@ class Sampler:
         return own, *found.topk(min(top, logits.shape[1]))
 
 
+def filters(
+    tables: RowTables, rows: Tensor, features: SamplingFeatures
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Top-k, top-p and min-p of ``rows``; None where none asks for them."""
+    if not features.filtered:
+        return None
+    return tables.top_k[rows], tables.top_p[rows], tables.min_p[rows]
+
+
 def _along_path(recent: Tensor, tree: Tree, numbers: Tensor) -> Tensor:
-    """The last tokens up to nodes ``numbers (L,)``: ``recent (L, K)``, which end with the roots',
-    and behind them those of the nodes' own paths; int64 ``(L, K)``."""
+    """int64 ``(L, K)``: the last tokens up to nodes ``numbers (L,)``: of ``recent (L, K)``, which
+    end with the roots', and of the nodes' own paths."""
     nodes, count = tree.tokens.shape[1], recent.shape[1]
     trees, at = numbers // nodes, numbers % nodes
     depth, found = tree.depths[trees, at], []
@@ -188,16 +170,8 @@ def _add_path(counts: Tensor, tree: Tree, numbers: Tensor) -> None:
 
 
 def token_logprobs(own: Tensor, best: Tensor, ids: Tensor, top: int) -> tuple[TokenLogprobs, ...]:
-    """One request's log-probabilities as values; tokens that the mask forbids are left out.
-
-    Args:
-        own: float32 ``(n,)`` of its tokens; ``best``, ``ids``: ``(n, k)`` with k >= ``top``.
-    """
-    rows = zip(own.tolist(), best[:, :top].tolist(), ids[:, :top].tolist(), strict=True)
-    return tuple(
-        TokenLogprobs(
-            value,
-            tuple((i, p) for i, p in zip(ids_row, best_row, strict=True) if p != -torch.inf),
-        )
-        for value, best_row, ids_row in rows
-    )
+    """One request's log-probabilities as values, of float32 ``own (n,)``, and of ``best`` and
+    ``ids (n, k)``, k >= ``top``; tokens that the mask forbids are left out."""
+    tops = zip(ids[:, :top].tolist(), best[:, :top].tolist(), strict=True)
+    known = [tuple(p for p in zip(*each, strict=True) if p[1] != -torch.inf) for each in tops]
+    return tuple(map(TokenLogprobs, own.tolist(), known))

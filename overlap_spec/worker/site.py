@@ -17,9 +17,8 @@ from overlap_spec.worker.cores import physical_cores, pick_float, pick_threads
 
 
 def overlap_mode(config: EngineConfig) -> str:
-    """The mode of a config, ``auto`` resolved: serial where a CPU's passes take all cores, since
-    there is nothing then for the host and the lane to run beside them on (a batch whose requests
-    end is verified for those once more besides)."""
+    """The mode of a config, ``auto`` resolved: serial where a CPU's passes take all cores, which
+    leaves the host and the lane none to run on beside them."""
     if config.overlap != AUTO_MODE:
         return config.overlap
     device = pick_device(config.device)
@@ -39,25 +38,19 @@ def count_threads(config: EngineConfig, device: torch.device) -> int:
 
 def machine_key(config: EngineConfig) -> dict[str, Any]:
     """What the time of a pass depends on, as plain data: model, drafter, device, dtype, threads."""
-    device = pick_device(config.device)
-    dtype = pick_dtype(config, device)
-    threads = 0
+    device, draft = pick_device(config.device), config.draft_path
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        threads, name = 0, torch.cuda.get_device_name(device)
     else:
         threads = count_threads(config, device)
         name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
         name += f", {physical_cores()} cores"
-    paths = {"model": config.target_path, "draft": config.draft_path}
-    shapes = {
-        what: read_json(path / "config.json") if path is not None else None
-        for what, path in paths.items()
-    }
     return {
-        **shapes,
+        "model": read_json(config.target_path / "config.json"),
+        "draft": read_json(draft / "config.json") if draft is not None else None,
         "drafter": config.drafter,
         "device": name,
-        "dtype": config.quantization or str(dtype),
+        "dtype": config.quantization or str(pick_dtype(config, device)),
         "threads": threads,
         "graphs": config.graphs,
         **({"kernels": "native"} if device.type == "cpu" and cpu.native() else {}),

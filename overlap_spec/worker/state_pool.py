@@ -1,7 +1,7 @@
 """States of the layers that keep no keys: a slot for each row, and how passes change them.
 
-A pass over trees leaves the states as they are, and hands on what each node would write; commit
-enters what the accepted path has written. A pass over chunks enters all of them.
+A pass over trees leaves them as they are, and hands on what each node would write, of which commit
+enters the accepted path's. A pass over chunks enters all.
 """
 
 from __future__ import annotations
@@ -35,12 +35,8 @@ BLOCK = 64
 class StatePool(nn.Module):
     """``state`` float32 ``(layers, slots, H, G, K, V)`` as :mod:`overlap_spec.kernels.recurrence`
     has it, and ``inputs (layers, slots, taps - 1, C)``: of the convolution, before the state. Slot
-    r is row r's; that of the row of padding, behind these, stays zero. In the slots behind it are
-    states that are kept with pages.
-
-    Args:
-        rows: Requests that run at once.
-        kept: States that are kept at most.
+    r is row r's, of ``rows``; then comes the row of padding's, which stays zero, and behind it are
+    at most ``kept`` states that are kept with pages.
     """
 
     state: Tensor
@@ -58,21 +54,18 @@ class StatePool(nn.Module):
     def allocate(self) -> None:
         """Take the memory; nothing else works before."""
         for name, (shape, dtype) in self._shapes().items():
-            room = lazy_zeros((len(self.index), self._slots, *shape), dtype, self._device)
-            self.register_buffer(name, room)
+            self.register_buffer(name, lazy_zeros(shape, dtype, self._device))
 
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Of one layer's slot."""
-        config = self.config
-        state = config.key_heads, config.groups, config.key_dim, config.value_dim
-        inputs = config.taps - 1, config.channels
+        config, slots = self.config, (len(self.index), self._slots)
+        state = *slots, config.key_heads, config.groups, config.key_dim, config.value_dim
+        inputs = *slots, config.taps - 1, config.channels
         return {"state": (state, torch.float32), "inputs": (inputs, self._dtype)}
 
     @property
     def bytes(self) -> int:
         """Memory of all slots."""
-        each = [math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes().values()]
-        return self._slots * len(self.index) * sum(each)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes().values())
 
     @property
     def node_bytes(self) -> int:
@@ -82,11 +75,8 @@ class StatePool(nn.Module):
         return len(self.index) * (4 * numbers + self._dtype.itemsize * config.channels)
 
     def commit(self, rows: Tensor, ancestors: Tensor, last: Tensor, writes: Tensors) -> None:
-        """Let the states be those behind the nodes ``last``, int64 ``(B,)``.
-
-        Args:
-            writes: As of :attr:`TreeStates.writes`.
-        """
+        """Let the states be those behind the nodes ``last``, int64 ``(B,)``; ``writes`` as of
+        :attr:`TreeStates.writes`."""
         taps = path_taps(ancestors, self.config.taps)
         index = last[:, None, None].expand(-1, 1, ancestors.shape[2])
         seen = ancestors.gather(1, index).squeeze(1)
@@ -124,13 +114,9 @@ class StatePool(nn.Module):
 
 
 class TreeStates:
-    """What the nodes of trees read, each behind its parent; the states stay as they are.
-
-    Args:
-        rows: int64 ``(B,)``.
-        ancestors: bool ``(B, N, N)``.
-        pack: int64 ``(T,)``: the nodes that there are tokens of; None: all.
-    """
+    """What the nodes of trees read, each behind its parent, of int64 ``rows (B,)`` and bool
+    ``ancestors (B, N, N)``. ``pack`` int64 ``(T,)``: the nodes that there are tokens of; None:
+    all."""
 
     def __init__(
         self, pool: StatePool, rows: Tensor, ancestors: Tensor, pack: Tensor | None = None
@@ -164,11 +150,9 @@ class TreeStates:
 
 
 class Block(NamedTuple):
-    """A run of the tokens of the B longest chunks: their numbers, int64 ``(B, N)``, where there is
-    none that of all; and the ``last`` of each, int64 ``(B,)``.
-
-    Of the states that are kept behind one of them: their numbers among all that are, and int64
-    ``(K,)`` whose they are, among the B, and behind which of the N.
+    """A run of the tokens of the B longest chunks: their numbers, int64 ``(B, N)``, that of all
+    where there is none; and the ``last`` of each, int64 ``(B,)``. Of the states kept behind them:
+    their numbers among all kept ones, and int64 ``(K,)`` whose of the B, behind which of the N.
     """
 
     tokens: Tensor
@@ -248,12 +232,8 @@ def pass_block(
     ancestors: Tensor,
     taps: Tensor,
 ) -> tuple[Tensor, Writes]:
-    """What nodes read, float32 ``(B, N, heads * V)``, and what they write.
-
-    Args:
-        before: States before the roots, and their inputs.
-        inputs, decays, rates: Those of ``flow``, as ``(B, N, ...)``.
-    """
+    """What nodes read, float32 ``(B, N, heads * V)``, and what they write; ``before``: states and
+    inputs before the roots; ``inputs``, ``decays``, ``rates``: of ``flow``, as ``(B, N, ...)``."""
     tokens = flow.tokens(convolve(before[1], inputs, taps, flow.weight), decays, rates)
     out, values, sums = delta_rule(before[0], tokens, ancestors)
     return out.flatten(2), Writes(tokens.keys, values, sums, inputs)

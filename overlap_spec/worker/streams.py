@@ -1,13 +1,10 @@
 """Streams and events: the contract, and CPU threads behind it (CUDA's: ``worker/cuda.py``).
 
-A stream runs what it is given in order, beside the other streams and the host. The scheduler's
-code is one for all kinds, so that its races are there, and tested, without a GPU.
-
-The contract, on every kind of stream:
+A stream runs what it is given in order, beside the other streams and the host. The step's code is
+one for all kinds, so that its races are there, and tested, without a GPU. On every kind:
 
 - ``run`` hands work over and returns at once. What the work returns, or leaves, is read by later
-  work of any stream that is ordered after it, or by the host after an event recorded after it has
-  passed.
+  work that is ordered after it, or by the host when an event recorded after it has passed.
 - A wait captures the latest record of its event. Waiting on an event that was never recorded
   raises; CUDA alone would silently not wait.
 - After work that raised, a stream does nothing but pass its events; the error is raised to the
@@ -52,11 +49,7 @@ class Event(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until the latest record has passed.
-
-        Raises:
-            RuntimeError: never recorded.
-        """
+        """Block the host until the latest record has passed; RuntimeError: never recorded."""
 
     @abstractmethod
     def elapsed_ms(self, later: Event) -> float:
@@ -68,8 +61,8 @@ class Event(ABC):
 
     @abstractmethod
     def idle_ms(self, later: Event) -> float:
-        """Milliseconds between this event and ``later``, of the same stream, in which the stream
-        had no work under way; both passed."""
+        """Milliseconds between this event and ``later``, of one stream, in which that had no work
+        under way; both passed."""
 
     @property
     @abstractmethod
@@ -78,10 +71,7 @@ class Event(ABC):
 
 
 class Stream(ABC):
-    """A queue of work.
-
-    ``step``: number under which the spans of what is queued from now on are recorded.
-    """
+    """A queue of work. ``step``: of which the spans of what is queued from now on are."""
 
     name: str
     step: int = 0
@@ -96,11 +86,8 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Let what is queued from now on wait for the latest record of ``event``.
-
-        Raises:
-            RuntimeError: never recorded.
-        """
+        """Let what is queued from now on wait for the latest record of ``event``; RuntimeError:
+        never recorded."""
 
     def note(self) -> None:  # noqa: B027
         """Record the spans of what has passed by now, where that is not done as they end."""
@@ -110,10 +97,8 @@ class Stream(ABC):
 
 
 class Streams:
-    """The streams of one worker, and its events, on the CPU if nothing else is said.
-
-    ``prefill`` may be ``compute``, where there is nothing to gain from two.
-    """
+    """The streams of one worker, and its events, on the CPU if nothing else is said. ``prefill``
+    may be ``compute``, where there is nothing to gain from two."""
 
     compute: Stream
     prefill: Stream
@@ -147,10 +132,8 @@ class Streams:
 
 
 class _Passing:
-    """One record of a CPU event: when it passed, and the error that came before it.
-
-    ``busy_ns``: how long its stream had worked by then, all in all.
-    """
+    """One record of a CPU event: when it passed, the error that came before it, and how long its
+    stream had worked by then."""
 
     def __init__(self) -> None:
         self.passed = threading.Event()
@@ -193,17 +176,13 @@ class HostEvent(Event):
 
 
 class InlineStream(Stream):
-    """Does its work at once, in the caller's thread: nothing overlaps.
-
-    Args:
-        threads: Of a pass; None: those of the caller.
-    """
+    """Does its work at once, in the caller's thread: nothing overlaps. ``threads``: of a pass;
+    None: those of the caller."""
 
     def __init__(
         self, name: str, record: RecordSpan | None = None, threads: int | None = None
     ) -> None:
-        self.name, self._record, self._busy_ns = name, record, 0
-        self._threads = threads
+        self.name, self._record, self._threads, self._busy_ns = name, record, threads, 0
 
     def run(self, label: str, work: Callable[..., T], *args: Any) -> Value[T]:
         value: Value[T] = Value()
@@ -228,11 +207,7 @@ class InlineStream(Stream):
 
 
 class ThreadStream(Stream):
-    """A thread that does its work in order.
-
-    Args:
-        threads: Of a pass; None: those of the process.
-    """
+    """A thread that does its work in order. ``threads``: of a pass; None: those of the process."""
 
     def __init__(
         self, name: str, record: RecordSpan | None = None, threads: int | None = None
@@ -320,11 +295,8 @@ class ThreadStream(Stream):
 
 
 class GuestStream(Stream):
-    """A stream of short work that a thread stream does in its own order.
-
-    A thread for what takes microseconds costs more than that: to be woken, and to have the
-    interpreter's lock.
-    """
+    """A stream of short work that a thread stream does in its own order: to wake a thread of its
+    own, with the interpreter's lock, would cost more than that work."""
 
     def __init__(self, name: str, host: ThreadStream) -> None:
         self.name, self._host = name, host
@@ -350,12 +322,7 @@ class InlineStreams(Streams):
 
 class CpuStreams(Streams):
     """Threads where there is work for them: plans are packed in the host's own, and compute's
-    copies what it has made.
-
-    Args:
-        record, threads: As :class:`ThreadStream`.
-        prefill: Whether prefill has a thread of its own: where a core is left for it.
-    """
+    copies what it has made. ``prefill``: whether a core is left for a thread of its own."""
 
     def __init__(
         self, record: RecordSpan | None = None, threads: int | None = None, prefill: bool = True
@@ -373,14 +340,9 @@ def get_pass_threads() -> int:
 
 
 def set_pass_threads(count: int) -> int:
-    """Let passes compute with ``count`` threads in this thread.
-
-    Where products are native their team has them, and torch's operations run on one: its team would
-    spin for milliseconds after each of them, on the other one's cores.
-
-    Returns:
-        The team there was, 0 where products are not native.
-    """
+    """Let passes compute with ``count`` threads in this thread; the native products' team there
+    was, 0: they are not native. Where they are, torch's operations run on one thread: their team
+    would spin for milliseconds after each, on the other one's cores."""
     team = 0
     if has_native_products():
         team, count = cpu.set_team(count), 1

@@ -48,16 +48,16 @@ class SamplingFeatures(NamedTuple):
         return bool(self.extras) and any(part.reads_tree for part in self.extras)
 
 
+PLAIN = SamplingFeatures()
+
+
 class RowTables(nn.Module):
     """Committed lengths, roots, page tables and sampling settings of ``max_rows`` rows.
 
     ``committed`` int64 ``(R,)``: tokens whose target keys are cached, which is the root's position.
     ``roots`` int64 ``(R,)``: last committed tokens. ``pages`` int64 ``(R, P)``. What only some
-    requests need (counts, bias and stop masks over the whole vocabulary, banned sequences) is
-    allocated on first use.
-
-    R is ``max_rows + 1``: the last, :attr:`padding_row`, belongs to no request, and its pages are
-    page 0. It fills batches up to a size that is recorded.
+    requests need is allocated on first use. R is ``max_rows + 1``: the last, :attr:`padding_row`,
+    belongs to no request, and its pages are page 0. It fills batches up to a recorded size.
     """
 
     committed: Tensor
@@ -73,24 +73,24 @@ class RowTables(nn.Module):
 
         super().__init__()
         self.device, self.vocab_size, self.padding_row = device, vocab_size, max_rows
-        self.register_buffer("committed", table(torch.int64))
-        self.register_buffer("roots", table(torch.int64))
+        for name in ("committed", "roots", "seed", "depth_limit"):
+            self.register_buffer(name, table(torch.int64))
         self.register_buffer("pages", table(torch.int64, max_pages))
         self.register_buffer("temperature", table(torch.float32))
-        self.register_buffer("seed", table(torch.int64))
         self.top_p, self.min_p = (table(torch.float32) for _ in range(2))
         self.top_k, self.min_position = (table(torch.int64) for _ in range(2))
-        self.register_buffer("depth_limit", table(torch.int64))
         self.repetition, self.presence, self.frequency = (table(torch.float32) for _ in range(3))
         self._wide: dict[str, Tensor] = {}
         self._features: dict[int, SamplingFeatures] = {}
         self._kinds: dict[SamplingFeatures, SamplingFeatures] = {}
 
-    def wide(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A ``(R, vocab)`` table, made on first use."""
+    def wide(
+        self, name: str, dtype: torch.dtype, value: int = 0, shape: Sequence[int] = ()
+    ) -> Tensor:
+        """A table ``(R, *shape)``, else ``(R, vocab)``, made on first use, full of ``value``."""
         if name not in self._wide:
-            shape = (self.padding_row + 1, self.vocab_size)
-            self._wide[name] = torch.zeros(shape, dtype=dtype, device=self.device)
+            shape = self.padding_row + 1, *(shape or (self.vocab_size,))
+            self._wide[name] = torch.full(shape, value, dtype=dtype, device=self.device)
         return self._wide[name]
 
     @property
@@ -107,19 +107,13 @@ class RowTables(nn.Module):
     def banned(self) -> Tensor:
         """int64 ``(R, MOST_BANNED, BANNED_TOKENS)``: sequences that the output may not have, each
         at its row's end; -1 before them, and where there is none."""
-        return self._tokens("banned", MOST_BANNED, BANNED_TOKENS)
+        return self.wide("banned", torch.int64, -1, (MOST_BANNED, BANNED_TOKENS))
 
     @property
     def recent(self) -> Tensor:
         """int64 ``(R, BANNED_TOKENS - 1)``: the last tokens of the output, the root's included; -1
         before its start. Of rows with banned sequences."""
-        return self._tokens("recent", BANNED_TOKENS - 1)
-
-    def _tokens(self, name: str, *shape: int) -> Tensor:
-        if name not in self._wide:
-            shape = (self.padding_row + 1, *shape)
-            self._wide[name] = torch.full(shape, -1, dtype=torch.int64, device=self.device)
-        return self._wide[name]
+        return self.wide("recent", torch.int64, -1, (BANNED_TOKENS - 1,))
 
     def assign(self, row: int, request: Request) -> None:
         """Note on the host what the row's new request asks for; :meth:`write` must follow."""
@@ -143,20 +137,12 @@ class RowTables(nn.Module):
 
     def features(self, rows: Iterable[int]) -> SamplingFeatures:
         """What a step over ``rows`` cannot skip."""
-        each = list({id(n): n for n in map(self._features.__getitem__, rows)}.values())
+        each = list({id(n): n for n in map(self._features.__getitem__, rows)}.values()) or [PLAIN]
         if len(each) == 1:
             return each[0]
-        tops = [n.top_logprobs for n in each if n.top_logprobs is not None]
-        return SamplingFeatures(
-            sampled=any(n.sampled for n in each),
-            filtered=any(n.filtered for n in each),
-            penalised=any(n.penalised for n in each),
-            biased=any(n.biased for n in each),
-            banned=any(n.banned for n in each),
-            min_tokens=any(n.min_tokens for n in each),
-            top_logprobs=max(tops, default=None),
-            extras=frozenset[type[Extra]]().union(*(n.extras for n in each)),
-        )
+        *asked, tops, extras = zip(*each, strict=True)
+        most = max((top for top in tops if top is not None), default=None)
+        return SamplingFeatures._make([*map(any, asked), most, frozenset().union(*extras)])
 
     def features_of(self, row: int) -> SamplingFeatures:
         """What the row's request asks for."""

@@ -1,7 +1,7 @@
 """Every kernel that serving may want, run once before the first request: none is compiled later.
 
-Kernels differ by tier, by batch (how many programs share a request's keys), by what a step asks of
-the sampler, and by the type of its logits. What is run is the padding row's, and leaves no trace.
+Kernels differ by tier, by batch (how many programs share a request's keys), by what is asked of the
+sampler, and by the logits' type. What is run is the padding row's, and leaves no trace.
 """
 
 from __future__ import annotations
@@ -21,19 +21,13 @@ from overlap_spec.worker.graphs import packed_sizes, powers_of_two
 from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.recordings import Recordings
 from overlap_spec.worker.sampler import Masks, Nodes
-from overlap_spec.worker.tables import SamplingFeatures
+from overlap_spec.worker.tables import PLAIN
 from overlap_spec.worker.worker import Worker
-
-PLAIN = SamplingFeatures()
 
 
 def warm_up(worker: Worker, tiers: Mapping[Tier, int], chunk_tokens: int) -> None:
-    """Run everything once; no request may be running.
-
-    Args:
-        tiers: All that a step may take, and the most trees that it may have then, padding included.
-        chunk_tokens: Most prompt tokens of a step.
-    """
+    """Run everything once; no request may be running. ``tiers``: all that a step may take, and
+    the most trees that it may have then, padding included; ``chunk_tokens``: most of a step."""
     try:
         if isinstance(worker.recordings, CudaGraphs):
             record_all(worker.recordings, tiers)
@@ -48,15 +42,15 @@ def warm_up(worker: Worker, tiers: Mapping[Tier, int], chunk_tokens: int) -> Non
 
 
 def sizes(recordings: Recordings, most: int) -> list[int]:
-    """Batches of at most ``most`` rows: all that there are where each has a graph of its own, else
-    powers of two, between which no kernel differs."""
+    """Batches of at most ``most`` rows: all where each has a graph of its own, else powers of two,
+    between which no kernel differs."""
     own = isinstance(recordings, CudaGraphs)
     every = range(1, most + 1) if own else powers_of_two(most)
     return sorted({recordings.padded(size) for size in every})
 
 
 def record_all(graphs: CudaGraphs, most_rows: Mapping[Tier, int]) -> None:
-    """The graphs of all steps of these tiers, of at most so many rows each. The largest go first:
+    """The graphs of all steps of these tiers, of at most so many rows each, the largest first:
     their outputs have room for those of all others."""
     before = graphs.reserved()
     every = [(tier, size) for tier, most in most_rows.items() for size in sizes(graphs, most)]
@@ -69,11 +63,8 @@ def record_all(graphs: CudaGraphs, most_rows: Mapping[Tier, int]) -> None:
 
 
 def variants(told: bool, tier: Tier) -> list[tuple[bool, bool]]:
-    """The kinds of drafts that steps of a tier may want, ``sampled`` and ``told``.
-
-    Args:
-        told: Whether the drafter reads the states of grammars.
-    """
+    """The kinds of drafts that steps of a tier may want, ``sampled`` and ``told``; ``told``:
+    whether the drafter reads the states of grammars."""
     # Wide tiers are for who has a grammar.
     kinds = dict.fromkeys((told,) if tier.base else (told, False))
     return list(itertools.product((False, True), kinds))
@@ -83,21 +74,17 @@ def warm_sampler(worker: Worker) -> None:
     """The choice of tokens, with and without masks, penalties, noise and filters, in both types of
     logits."""
     runner, choose = worker.runner, worker.phases.sampler.choose
-    tables, vocab = runner.tables, runner.tables.vocab_size
-    words = -(-vocab // 32)
-    rows = torch.full((2,), tables.padding_row, device=runner.device)
+    tables, vocab, device = runner.tables, runner.tables.vocab_size, runner.device
+    rows = torch.full((2,), tables.padding_row, device=device)
     place = Nodes(rows, torch.zeros_like(rows), None, None)
-    bits = torch.full((2, words), -1, dtype=torch.int32, device=runner.device)
+    bits = torch.full((2, -(-vocab // 32)), -1, dtype=torch.int32, device=device)
     asked = [PLAIN, PLAIN._replace(sampled=True), PLAIN._replace(sampled=True, filtered=True)]
-    kinds = {torch.float32, runner.pool.k.dtype}
-    for kind, features in itertools.product(kinds, asked):
-        for masks in (None, Masks(bits, None), Masks(bits, rows * 0)):
-            logits = torch.zeros(2, vocab, dtype=kind, device=runner.device)
-            choose(logits, place, features, masks)
-    for kind in kinds:
-        logits = torch.zeros(2, vocab, dtype=kind, device=runner.device)
-        apply_bitmask(logits, bits)
-    counts = torch.zeros(2, vocab, dtype=torch.int32, device=runner.device)
+    given = (None, Masks(bits, None), Masks(bits, rows * 0))
+    for kind in {torch.float32, runner.pool.k.dtype}:
+        for features, masks in itertools.product(asked, given):
+            choose(torch.zeros(2, vocab, dtype=kind, device=device), place, features, masks)
+        apply_bitmask(torch.zeros(2, vocab, dtype=kind, device=device), bits)
+    counts = torch.zeros(2, vocab, dtype=torch.int32, device=device)
     factors = (rows.float() for _ in range(3))
     apply_penalties(counts.float(), counts, counts > 0, *factors)
     for purpose in PURPOSES:
@@ -105,8 +92,7 @@ def warm_sampler(worker: Worker) -> None:
 
 
 def warm_packed(worker: Worker, tier: Tier, size: int) -> None:
-    """The choice of the nodes that are verified, of which there may be any number; and their
-    verify, where none is recorded."""
+    """The choice of any number of nodes; and their verify, where none is recorded."""
     nodes, row = size * tier.nodes, worker.runner.tables.padding_row
     if tier.nodes == 1:
         return
@@ -141,8 +127,7 @@ def planned(worker: Worker, plan: StepPlan) -> StepTensors:
 def forget(worker: Worker) -> None:
     """Leave the padding row and page 0 as they were."""
     runner = worker.runner
-    tables = runner.tables
-    tables.committed[-1:], tables.roots[-1:] = 0, 0
+    runner.tables.committed[-1:], runner.tables.roots[-1:] = 0, 0
     runner.told.forget()
     for cache in runner.caches:
         cache.clear((0,))
@@ -157,4 +142,6 @@ def prepare(worker: Worker, tier: Tier) -> None:
 
 def prepare_next(worker: Worker, tiers: Sequence[Tier]) -> bool:
     """Record what one of these tiers lacks; False if they lack nothing."""
-    return worker.recordings.record_next(tiers)
+    recordings = worker.recordings
+    kinds = itertools.product(tiers, (False, True), (False, worker.runner.reads_states))
+    return recordings.traced and any(itertools.starmap(recordings.record, kinds))

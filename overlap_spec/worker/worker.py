@@ -33,8 +33,8 @@ class Traits:
     Attributes:
         context_length: Longest prompt and output together, in tokens.
         pages: Pages of the caches, page 0 included.
-        page_bytes: What a page takes in all caches of this rank together.
-        state_bytes: What the states of layers without keys take, kept ones too; 0: there are none.
+        page_bytes: Of a page in all caches of this rank together.
+        state_bytes: Of the states of layers without keys, kept ones too; 0: there are none.
         state_slots: Where such are kept with pages; None: there are no such layers.
         on_gpu: Whether steps run on a GPU.
         compiles: Whether kernels are compiled when they first run, which no request should wait
@@ -43,10 +43,9 @@ class Traits:
         guided: Whether drafts on the host need grammars' tables.
         reads_states: Whether the drafter keeps to what grammars' tables allow.
         stops_drafts: Whether a plan's drafts can be stopped after each step. Not on a GPU, whose
-            host would have to wait for each: there a budget drafts all that its tier says.
-        verifies_ahead: Whether a verify is queued before it is known that anyone wants it. On a GPU
-            its launch would wait for the host else, in each step of a request that may end. On the
-            CPU a verify for nobody takes the cores from others.
+            host would have to wait for each.
+        verifies_ahead: Whether a verify is queued before it is known that anyone wants it: on a
+            GPU, which would wait for its launch else; on a CPU it would take the cores from others.
         asks_thinking: Whether acceptance depends on which requests think.
     """
 
@@ -123,8 +122,8 @@ class Worker:
 
     @torch.inference_mode()
     def do(self, job: Callable[[Worker, Unpack[Ts]], T], *arguments: *Ts) -> Value[T]:
-        """Queue ``job(worker, *arguments)`` on compute, between two steps; in all ranks. It is a
-        function of a module."""
+        """Queue ``job(worker, *arguments)``, a module's function, on compute, between two steps; in
+        all ranks."""
         self.tell("do", job, *arguments)
         return self.streams.compute.run(job.__name__, job, self, *arguments)
 
@@ -165,11 +164,8 @@ class Worker:
 
     @torch.inference_mode()
     def draft(self, step: InFlightStep, proposal: Proposal | Forecast | None = None) -> None:
-        """Queue the drafts, and the tree's copy to the host.
-
-        Args:
-            proposal: Of a drafter on the host, or what it has foreseen.
-        """
+        """Queue the drafts, by what a drafter on the host proposed or has foreseen, if there is
+        one, and the tree's copy to the host."""
         self.tell("draft", proposal)
         compute, copy = self.streams.compute, self.streams.copy
         compute.run("draft", step.draft, self.phases.draft, proposal)
@@ -200,9 +196,8 @@ class Worker:
 
     @torch.inference_mode()
     def accept(self, step: InFlightStep, free: Sequence[bool] = ()) -> None:
-        """Queue the masks' way to the device, the step's decision, and its way to the host.
-
-        The mask rows that :meth:`InFlightStep.read_trees` lent must have been written.
+        """Queue the way to the device of the mask rows that :meth:`InFlightStep.read_trees` lent,
+        the step's decision, and its way to the host.
 
         Args:
             free: Whether each request of ``plan.verified`` is inside its thinking, where acceptance
@@ -241,8 +236,8 @@ class Worker:
 
     @torch.inference_mode()
     def drop(self, step: InFlightStep) -> None:
-        """Give up a step: nothing of it is asked for. Its drafts are not made if they have not
-        begun; where ranks draft together none knows what the others have begun."""
+        """Give up a step. Drafts that have not begun are not made, but where ranks draft together:
+        none knows what the others have begun."""
         step.dropped = self.runner.target.config.shard.size == 1
         if step.tree_is_read:
             self.streams.compute.wait(step.events.tree_on_host)
@@ -256,17 +251,15 @@ class Worker:
         """Wait for a step's results and read them.
 
         Args:
-            before: The step right before it, from whose accept its idle time counts; None where
-                the worker was at rest in between.
+            before: The step right before it, from whose accept its idle time counts; None: the
+                worker was at rest in between.
             grammar_ms: What the grammar's work for the step took. A longer wait for its masks was
-                one for a core or a lock, and counts as idle time alone.
+                for a core or a lock, and counts as idle time alone.
         """
-        events = step.events
+        events, exposed_ms, idle_ms, step_ms = step.events, 0.0, 0.0, None
         events.results_on_host.synchronize()
         step.settle()
-        plan = step.plan
-        exposed_ms, idle_ms, step_ms = 0.0, 0.0, None
-        rows, told = self._reader.read(step)
+        plan, (rows, told) = step.plan, self._reader.read(step)
         self.streams.note()
         if step.constrained:
             waited_ms = events.verified.elapsed_ms(events.masks_ready)

@@ -17,10 +17,8 @@ from overlap_spec.kernels import attention
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.types import SamplingParams
 from overlap_spec.worker import build as build_module
-from overlap_spec.worker import draft_phase as draft_phase_module
 from overlap_spec.worker import phases as phases_module
 from overlap_spec.worker.batch import Staging
-from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.extras import choices as choices_module
 from overlap_spec.worker.in_flight import Buffers, Events, InFlightStep, Mirrored
 from overlap_spec.worker.worker import Worker
@@ -88,7 +86,7 @@ def give_the_device_memory(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         Staging, "upload", lambda _, numbers, __: torch.from_numpy(numbers.copy()).clone()
     )
-    for module in (draft_phase_module, phases_module, choices_module):
+    for module in (phases_module, choices_module):
         monkeypatch.setattr(module, "uploaded", lambda host, _: world.upload(host))
     monkeypatch.setattr(engine_build, "build_streams", lambda *_: ClockStreams(world))
     # Weights that are packed for the CPU are no tensors of the device's kind.
@@ -106,7 +104,7 @@ def watched(
     give_the_device_memory(world, monkeypatch)
     if held:
         monkeypatch.setattr(build_module, "recordings_of", held_graphs)
-        monkeypatch.setattr(DraftPhase, "_visible", all_columns)
+        monkeypatch.setattr(phases_module.Phases, "_visible", all_columns)
     more = {"lane_threads": 0, "mask_deadline_ms": None, "graphs": held, **settings}
     with Watch(world), chaos.build(tiny, **more) as engine:
         worker = engine.core.worker

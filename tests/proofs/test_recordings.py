@@ -155,7 +155,7 @@ def at_start(worker: Worker, limits: Mapping[Tier, int]) -> int:
 
     graphs = HeldGraphs(worker.recordings.drafts, worker.guard)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaGraphs, "_new", entered)
+        patch.setattr(CudaGraphs, "_find", entered)
         warm_up.record_all(graphs, limits)
     return len(graphs._known)
 

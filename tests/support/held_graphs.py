@@ -9,10 +9,10 @@ from torch import Tensor
 from overlap_spec.steps import StepPlan
 from overlap_spec.worker import build as build_module
 from overlap_spec.worker.cuda_graphs import CudaGraphs
-from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.drafter_guard import DrafterGuard
 from overlap_spec.worker.drafts import Drafts
 from overlap_spec.worker.graphs import Place, Recorded, Tensors
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.recordings import Recordings
 
 
@@ -54,7 +54,7 @@ class HeldGraphs(CudaGraphs):
         return 0
 
 
-def all_columns(phase: DraftPhase, _: StepPlan) -> int:
+def all_columns(phase: Phases, _: StepPlan) -> int:
     """In the place of what a CPU's trees read of the page tables."""
     return phase.runner.tables.pages.shape[1]
 
@@ -68,7 +68,7 @@ def change_traits(monkeypatch: pytest.MonkeyPatch, **fields: bool) -> None:
 def serve_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recordings of one size each, over all columns of the page tables; and a warm start."""
     monkeypatch.setattr(build_module, "recordings_of", held_graphs)
-    monkeypatch.setattr(DraftPhase, "_visible", all_columns)
+    monkeypatch.setattr(Phases, "_visible", all_columns)
     change_traits(monkeypatch, compiles=True)
 
 

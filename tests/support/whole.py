@@ -10,7 +10,7 @@ from overlap_spec.grammar.spec import Grammar
 from overlap_spec.kernels.dispatch import use
 from overlap_spec.types import Output
 from overlap_spec.worker import build as build_module
-from overlap_spec.worker.draft_phase import DraftPhase
+from overlap_spec.worker.phases import Phases
 from tests.support.kernel_harness import poisoned
 from tests.support.kernel_memory import LAUNCHED
 
@@ -56,7 +56,7 @@ def answers(
             from tests.support.held_graphs import all_columns, held_graphs
 
             stack.enter_context(patch.object(build_module, "recordings_of", held_graphs))
-            stack.enter_context(patch.object(DraftPhase, "_visible", all_columns))
+            stack.enter_context(patch.object(Phases, "_visible", all_columns))
         engine = stack.enter_context(Engine(**{**SETTINGS, "graphs": held, **settings}))
         exempt(engine)
         stack.callback(LAUNCHED.forget)

@@ -10,7 +10,6 @@ import pytest
 from overlap_spec.grammar.spec import Grammar
 from overlap_spec.steps import StepPlan
 from overlap_spec.types import SamplingParams
-from overlap_spec.worker.draft_phase import DraftPhase
 from overlap_spec.worker.in_flight import InFlightStep
 from overlap_spec.worker.passes import StepTensors
 from overlap_spec.worker.phases import Phases
@@ -131,7 +130,7 @@ def test_a_step_that_nobody_wants_is_not_drafted(
     """Where the host has given it up before its drafts begin."""
     queued, decided, drafted, dropped = deque[int](), [-1], list[int](), list[int]()
     told = threading.Condition()
-    extend, draft = Phases.extend, DraftPhase.__call__
+    extend, draft = Phases.extend, Phases.draft
 
     def held(phases: Phases, *rest: Any) -> None:
         """Until the host has queued the next verify, or given the next step up."""
@@ -140,12 +139,12 @@ def test_a_step_that_nobody_wants_is_not_drafted(
         with told:
             assert told.wait_for(lambda: decided[-1] > number, 60)
 
-    def noted(phase: DraftPhase, step: StepTensors, *rest: Any) -> None:
+    def noted(phase: Phases, step: StepTensors, *rest: Any) -> None:
         drafted.append(step.batch.plan.index)
         draft(phase, step, *rest)
 
     monkeypatch.setattr(Phases, "extend", held)
-    monkeypatch.setattr(DraftPhase, "__call__", noted)
+    monkeypatch.setattr(Phases, "draft", noted)
     verify, drop, extend_step = Worker.verify, Worker.drop, Worker.extend
 
     def decide(step: InFlightStep) -> None:

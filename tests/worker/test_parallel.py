@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +273,7 @@ def test_every_setting_gives_the_text_of_one_rank(
 def test_a_rank_that_stalls_ends_the_engine(
     tiny: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group, "STALL_S", 5.0)
+    monkeypatch.setattr(group, "STALL", timedelta(seconds=5))
     engine = build(tiny, tensor_parallel_size=2, graphs=False)
     engine.generate("abc", None, {"max_tokens": 2})
     (pid,) = pids(engine)

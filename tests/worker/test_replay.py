@@ -16,9 +16,9 @@ from overlap_spec.kernels import Tree
 from overlap_spec.steps import BY_NONE, DEAD, FEW_TOKENS, LOST, STATE_WIDTH, TOLD
 from overlap_spec.tiers import Tier
 from overlap_spec.worker import build as build_module
-from overlap_spec.worker.draft_phase import DraftPhase
-from overlap_spec.worker.graphs import Tensors, TracedGraph, padded, padded_size
+from overlap_spec.worker.graphs import Tensors, TracedGraph, padded_size
 from overlap_spec.worker.model_runner import ModelRunner
+from overlap_spec.worker.phases import Phases
 from overlap_spec.worker.worker import Worker
 from tests.support import chaos
 from tests.support.held_graphs import all_columns, held_graphs
@@ -161,7 +161,10 @@ def check_replays(tiny: dict[str, Any], tier: str, device: str) -> None:
             chosen = torch.randint(200, (batch, own.steps + 1), generator=generator)
             path = torch.arange(own.steps + 1).expand(batch, -1) % own.nodes
             lengths = torch.arange(batch) % (own.steps + 1)
-            more = [padded(x, size).to(device) for x in (chosen, path, lengths)]
+            more = [
+                torch.cat([x, x.new_zeros(size - batch, *x.shape[1:])]).to(device)
+                for x in (chosen, path, lengths)
+            ]
             runner.extend_trees(rows, pages, positions, *more, want[1])
             after = [x[:batch].clone() for x in (runner.drafter.root_state,)]
             runner.drafter.root_state.zero_()
@@ -266,7 +269,7 @@ def test_chaos_with_fixed_inputs_and_outputs(
     monkeypatch.setattr(build_module, "recordings_of", held_graphs)
     settings = {**chaos.TIERS[tier], "mask_deadline_ms": None}
     with oracle, chaos.build(tiny, **settings) as engine:
-        monkeypatch.setattr(DraftPhase, "_visible", all_columns)
+        monkeypatch.setattr(Phases, "_visible", all_columns)
         for seed in range(70, 82):
             asks = [replace(ask, abort_step=None) for ask in chaos.random_asks(seed)]
             got = chaos.run(engine, asks)
@@ -285,7 +288,7 @@ def test_a_pass_takes_what_another_one_has_where_it_is(
     settings = {**chaos.TIERS[tier], "adaptive": "static", "overlap": "none"}
     with chaos.build(tiny, **settings) as engine:
         worker = engine.core.worker
-        monkeypatch.setattr(DraftPhase, "_visible", all_columns)
+        monkeypatch.setattr(Phases, "_visible", all_columns)
         engine.generate(list("abc"), None, {"max_tokens": 12, "temperature": 0})
         graphs: Any = worker.recordings
         draft = graphs.draft(tier_of(engine), 3, False, False)

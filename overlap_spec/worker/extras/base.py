@@ -1,15 +1,13 @@
 """Optional parts of a step: the contract, and which parts a request asks for.
 
-A part is one file of this folder with one subclass of :class:`Extra`. Its name is the file's, and
-that of the field of :class:`overlap_spec.SamplingParams` that asks for it, or one that the
-request's grammar asks for. It says what the part
-plans, computes, reads and attaches; a part that nobody asks for costs a step nothing, and without
-its file all else runs.
+A part is one file of this folder with one subclass of :class:`Extra`, which says what it plans,
+computes, reads and attaches. Its name is the file's, and that of the field of
+:class:`overlap_spec.SamplingParams` that asks for it, or one that the request's grammar asks for. A
+part that nobody asks for costs a step nothing, and without its file all else runs.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -34,10 +32,7 @@ class Row(NamedTuple):
 
     Attributes:
         step: The step's number.
-        tokens: Accepted drafts, then the bonus.
-        accepted: How many of them are drafts.
-        grafted: How many of these, which they begin, the grammar had forced.
-        limited: Whether the root's mask row alone was there in time.
+        tokens, accepted, grafted, limited: As of :class:`overlap_spec.steps.RowResult`.
         links: int64 ``(3, nodes)``: tokens, first children, next siblings of its tree, where the
             tree went to the host; None of a tree of one node.
         masks: int32 ``(nodes, words)``: the mask row after each node, zero where the grammar's walk
@@ -54,10 +49,8 @@ class Row(NamedTuple):
 
 
 class Runner(Protocol):
-    """What a part computes with: the target, its cache, and the rows' page tables.
-
-    ``tables.pages`` int64 ``(R, P)``.
-    """
+    """What a part computes with: the target, its cache, and the rows' page tables ``tables.pages``,
+    int64 ``(R, P)``."""
 
     target: Decoder
     pool: KVPool
@@ -78,14 +71,9 @@ class Ask(NamedTuple):
 
 @dataclass
 class Surroundings:
-    """What parts may know of the engine.
-
-    Attributes:
-        vocabulary: Of the grammars.
-        encode: Text → tokens, without special ones.
-        longest: Most tokens of a prompt and its output.
-        has_states: Whether the target has layers that keep a state, and no keys.
-    """
+    """What parts may know of the engine: the grammars' ``vocabulary``; ``encode``, text → tokens,
+    without special ones; ``longest``, most tokens of a prompt and its output; ``has_states``,
+    whether the target has layers that keep a state, and no keys."""
 
     vocabulary: Any
     encode: Callable[[str], Sequence[int]]
@@ -100,10 +88,9 @@ class Surroundings:
 
 
 class Extra:
-    """A part, as one request has asked for it; it lives as long as the request.
-
-    The scheduler plans with it, the worker computes and reads by its static methods, which may run
-    in other threads and ranks, and the output processor attaches what came of it.
+    """A part, as one request has asked for it; it lives as long as the request. The scheduler plans
+    with it, the worker computes and reads by its static methods, which may run in other threads and
+    ranks, and the output processor attaches what came of it.
 
     Attributes:
         name: The part's, which is the file's.
@@ -135,9 +122,23 @@ class Extra:
 
     @property
     def passes(self) -> int:
-        """Passes of its own behind the prompt that have still to be planned, before the output
-        begins: of :class:`PassesBehind` alone."""
+        """Passes of its own behind the prompt, each with the prompt's last chunk, that have still
+        to be planned; one that waits for another request's has one; at 0 the output begins."""
         return 0
+
+    @property
+    def most_behind(self) -> int:
+        """Slots behind the prompt that the passes may write."""
+        raise NotImplementedError
+
+    @property
+    def next_behind(self) -> int | None:
+        """Slots that the next pass writes; None: not now."""
+        raise NotImplementedError
+
+    def ask_pass(self) -> Any:
+        """What the next pass is asked, which is planned now. Ranks are sent it."""
+        raise NotImplementedError
 
     def leave(self) -> None:
         """The request has lost its place, for now or for good; none of its steps is under way."""
@@ -146,11 +147,8 @@ class Extra:
 
     @staticmethod
     def compute(runner: Runner, hidden: Tensor, asked: Sequence[Ask]) -> tuple[Tensor, ...]:
-        """What goes to the host of a step's chunks, by one call for all requests.
-
-        Args:
-            hidden: ``(T, hidden_size)``: the target's last layer over all chunks' tokens.
-        """
+        """What goes to the host of a step's chunks, by one call for all requests; ``hidden``
+        ``(T, hidden_size)``: the target's last layer over all chunks' tokens."""
         raise NotImplementedError
 
     # Read, on the host
@@ -192,50 +190,10 @@ class Extra:
         return last, output
 
 
-class PassesBehind(Extra):
-    """A part with passes of its own behind the prompt, each with the prompt's last chunk.
-
-    Raises:
-        InvalidRequest: the target keeps states, which each pass would change.
-    """
-
-    def __init__(self, request: Request, engine: Surroundings) -> None:
-        super().__init__(request, engine)
-        if engine.has_states:
-            raise InvalidRequest(
-                f"{self.name}: whole texts cannot be weighed with this model, whose layers keep "
-                "states: leave out probabilities and faithful",
-                self.name,
-            )
-
-    @property
-    @abstractmethod
-    def passes(self) -> int:
-        """Those that have still to be planned; one that waits for another request's has one; 0
-        where the output may begin."""
-
-    @property
-    @abstractmethod
-    def most_behind(self) -> int:
-        """Slots behind the prompt that they may write."""
-
-    @property
-    @abstractmethod
-    def next_behind(self) -> int | None:
-        """Slots that the next one writes; None: not now."""
-
-    @abstractmethod
-    def ask_pass(self) -> Any:
-        """What the next one is asked, which is planned now. Ranks are sent it."""
-
-
 @cache
 def load(name: str) -> type[Extra]:
-    """The part of a name, which is a file's of this folder or ``package.module:Class``.
-
-    Raises:
-        InvalidRequest: there is none.
-    """
+    """The part of a name, which is a file's of this folder or ``package.module:Class``;
+    InvalidRequest: there is none."""
     file, setting = f"{__package__}.{name}", name
     if ":" in name:
         file, setting = name, "parts"

@@ -1,9 +1,9 @@
 """Weighing the texts of choices: passes of the target over their tries, behind the prompt.
 
 A text's weight is the probability of its tokens and of the output's end after them, as the model
-has it: without mask, bias, penalties or temperature. It is what scoring the text by itself would
-give, though all texts of a trie share one pass, and their beginnings. The output may be chosen by
-these weights (`Grammar.faithful`), and may tell them (`Grammar.probabilities`).
+has it: without mask, bias, penalties or temperature. It is that of the text by itself, though all
+texts of a trie share one pass. The output may be chosen by these weights (`Grammar.faithful`), and
+may tell them (`Grammar.probabilities`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from overlap_spec.errors import GrammarError, NumericFault
+from overlap_spec.errors import GrammarError, InvalidRequest, NumericFault
 from overlap_spec.grammar.drafting.text_tokens import TextTokens
 from overlap_spec.grammar.drafting.token_trie import TokenTrie, make_tries
 from overlap_spec.kernels import KeySpan
@@ -30,7 +30,7 @@ from overlap_spec.types import ChoiceProbability, Delta, Output, Request
 from overlap_spec.worker.batch import uploaded
 from overlap_spec.worker.extras.base import (
     Ask,
-    PassesBehind,
+    Extra,
     Row,
     Runner,
     Surroundings,
@@ -64,15 +64,12 @@ class Told(NamedTuple):
 
 
 class Weighed:
-    """The texts of a choice behind one prompt, each cut into tokens in one way.
-
-    All requests for the same share it: one of them has the tries weighed, one or few a step, and
-    the others wait for that.
+    """The texts of a choice behind one prompt, each cut into tokens in one way. All requests for
+    the same share it: one of them, ``leader``, has the tries weighed, and the others wait for that.
 
     Attributes:
         logprobs: float64 ``(m,)``, of each text; ``tokens``: as :class:`Told` has them.
         planned, known: Tries that are in a step or were, and those whose texts are weighed.
-        leader: The request that has them weighed.
     """
 
     def __init__(self, texts: tuple[str, ...], tries: tuple[TokenTrie, ...]) -> None:
@@ -98,18 +95,13 @@ class Shelf:
         self._weighed: WeakValueDictionary[tuple[object, ...], Weighed] = WeakValueDictionary()
 
     def find(self, request: Request) -> Weighed:
-        """What is to be weighed for a request.
-
-        Raises:
-            GrammarError: a text has no tokens of exactly its bytes, or does not fit; there are more
-                tokens than are weighed.
-        """
-        source = request.grammar.source
-        key = request.prompt_ids, request.page_salt, source
+        """What is to be weighed for a request. GrammarError: a text has no tokens of exactly its
+        bytes, or does not fit; there are more tokens than are weighed."""
+        key = request.prompt_ids, request.page_salt, request.grammar.source
         found = self._weighed.get(key)
         if found is None:
             room = self._longest - len(request.prompt_ids)
-            found = self._weighed[key] = self._make(source, room)
+            found = self._weighed[key] = self._make(request.grammar.source, room)
         return found
 
     def _cut_texts(self, source: str) -> tuple[tuple[str, ...], list[list[int]]]:
@@ -120,18 +112,13 @@ class Shelf:
         texts, cuts = self._cuts(source)
         width = min(PASS_NODES, room)
         for text, tokens in zip(texts, cuts, strict=True):
+            name = f"choice {text[:40]!r}"
             if not tokens:
-                raise GrammarError(
-                    f"choice {text[:40]!r} cannot be weighed: this tokenizer has no tokens of "
-                    "exactly its bytes",
-                    "choice",
-                )
+                why = "cannot be weighed: this tokenizer has no tokens of exactly its bytes"
+                raise GrammarError(f"{name} {why}", "choice")
             if len(tokens) > width:
-                raise GrammarError(
-                    f"choice {text[:40]!r} takes {len(tokens)} tokens, and at most {width} of one "
-                    "text can be weighed behind this prompt",
-                    "choice",
-                )
+                why = f"and at most {width} of one text can be weighed behind this prompt"
+                raise GrammarError(f"{name} takes {len(tokens)} tokens, {why}", "choice")
         tries = make_tries(cuts, width)
         total = sum(len(trie.tokens) for trie in tries)
         if total > MOST_NODES:
@@ -143,11 +130,17 @@ class Shelf:
         return Weighed(texts, tuple(tries))
 
 
-class Choices(PassesBehind):
+class Choices(Extra):
     """Has the texts of a choice weighed; tells how probable each is, or chooses by that."""
 
     def __init__(self, request: Request, engine: Surroundings) -> None:
-        super().__init__(request, engine)
+        if engine.has_states:
+            # Each pass would change them.
+            raise InvalidRequest(
+                f"{self.name}: whole texts cannot be weighed with this model, whose layers keep "
+                "states: leave out probabilities and faithful",
+                self.name,
+            )
         self._request = request
         self.shelf: Shelf = engine.share(self.name, Shelf)
         self.weighed: Weighed = self.shelf.find(request)
@@ -189,8 +182,8 @@ class Choices(PassesBehind):
     @staticmethod
     def compute(runner: Runner, hidden: Tensor, asked: Sequence[Ask]) -> tuple[Tensor, ...]:
         """One pass: of each trie's nodes their log-probability after their parents, then of each
-        of its texts those of the stop tokens after it: float32 ``(n,)``. What it writes are slots
-        behind the prompt, which later tokens overwrite."""
+        of its texts those of the stop tokens after it: float32 ``(n,)``. Later tokens overwrite the
+        slots behind the prompt that it writes."""
         device, target, layout = runner.device, runner.target, _Layout(asked)
         places, positions, owners, lengths, tokens, bounds, rows, ends, order = _upload(
             device,
@@ -198,14 +191,9 @@ class Choices(PassesBehind):
             *(layout.bounds, layout.rows, layout.ends, layout.order),
         )
         logits = target.logits(hidden[ends])
-        span = KeySpan(
-            runner.tables.pages[rows, : -(-layout.most_keys // runner.pool.page_size)],
-            lengths,
-            positions,
-            uploaded(torch.from_numpy(layout.mask), device),
-            offsets=bounds,
-            longest=layout.mask.shape[1],
-        )
+        pages = runner.tables.pages[rows, : -(-layout.most_keys // runner.pool.page_size)]
+        mask, longest = uploaded(torch.from_numpy(layout.mask), device), layout.mask.shape[1]
+        span = KeySpan(pages, lengths, positions, mask, offsets=bounds, longest=longest)
         attend = PagedAttend(runner.pool, runner.token_slots(owners, places), span)
         behind, _ = target(tokens, positions, attend, ())
         parts = [_gathered(logits, *_upload(device, *layout.asked_of_roots))]
@@ -268,11 +256,10 @@ class Choices(PassesBehind):
         if not self._told or not self._request.grammar.probabilities:
             return last, output
         best = max(self._told)
-        total = math.fsum(math.exp(value - best) for value in self._told)
-        choices = tuple(
-            ChoiceProbability(text, value, math.exp(value - best) / total)
-            for text, value in zip(self.weighed.texts, self._told, strict=True)
-        )
+        shares = [math.exp(value - best) for value in self._told]
+        parts = zip(self.weighed.texts, self._told, shares, strict=True)
+        total = math.fsum(shares)
+        choices = tuple(ChoiceProbability(text, own, share / total) for text, own, share in parts)
         return last._replace(choices=choices), replace(output, choices=choices)
 
 
@@ -286,10 +273,9 @@ class _Layout:
     """The numbers of a pass over several tries, which lie end to end."""
 
     def __init__(self, asked: Sequence[Ask]) -> None:
-        tries = [ask.what.trie for ask in asked]
+        tries, chunks = [ask.what.trie for ask in asked], [ask.chunk for ask in asked]
         sizes = np.array([len(trie.tokens) for trie in tries], np.int64)
         first = np.cumsum(sizes) - sizes
-        chunks = [ask.chunk for ask in asked]
         self.ends = np.array([ask.first + len(ask.chunk.tokens) - 1 for ask in asked], np.int64)
         self.rows = np.array([chunk.row for chunk in chunks], np.int64)
         self.prefixes = np.array([chunk.start + len(chunk.tokens) for chunk in chunks], np.int64)
@@ -303,7 +289,7 @@ class _Layout:
         self.mask = np.zeros((len(self.tokens), sizes.max()), bool)
         at, wanted = [], []
         for number, (ask, start) in enumerate(zip(asked, first.tolist(), strict=True)):
-            trie = ask.what.trie
+            trie, stops = ask.what.trie, np.array(ask.what.stop_ids, np.int64)
             # Every node sees itself and what is above it.
             for node, parent in enumerate(trie.parents.tolist(), start):
                 if parent >= 0:
@@ -311,10 +297,8 @@ class _Layout:
                 self.mask[node, node - start] = True
             # Below 0: after a chunk.
             at += [np.where(trie.parents < 0, -1 - number, start + trie.parents)]
-            wanted += [trie.tokens]
-            stops = np.array(ask.what.stop_ids, np.int64)
             at += [np.repeat(start + trie.ends, len(stops))]
-            wanted += [np.tile(stops, len(trie.ends))]
+            wanted += [trie.tokens, np.tile(stops, len(trie.ends))]
         every = np.concatenate(at)
         # Those of one row together; where each of them goes.
         self.order = np.argsort(np.where(every < 0, -1, every), kind="stable").astype(np.int64)
@@ -340,11 +324,8 @@ def _gathered(logits: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
 
 
 def pick(logprobs: np.ndarray[tuple[int], np.dtype[np.float64]], request: Request) -> int:
-    """The text that a request gets: the most probable one at temperature 0, else a draw.
-
-    Temperature, top-k, top-p and min-p act on the texts as they would on tokens: the chance of a
-    text is its probability to the power of 1 / temperature, over the sum of these.
-    """
+    """The text that a request gets: the most probable one at temperature 0, else a draw, where
+    temperature, top-k, top-p and min-p act on the texts as they would on tokens."""
     asked = request.sampling
     heat = 1.0 if asked.temperature is None else asked.temperature
     if heat == 0:
@@ -352,8 +333,6 @@ def pick(logprobs: np.ndarray[tuple[int], np.dtype[np.float64]], request: Reques
     probs = (torch.from_numpy(logprobs) / heat).softmax(0).float()[None]
     top_k = len(logprobs) if asked.top_k in (None, -1) else asked.top_k
     top_p = 2.0 if asked.top_p is None or asked.top_p >= 1 else asked.top_p
-    probs = filter_probs(
-        probs, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([asked.min_p])
-    )
+    probs = filter_probs(probs, *(torch.tensor([x]) for x in (top_k, top_p, asked.min_p)))
     seed, place = torch.tensor([request.seed]), torch.tensor([len(request.prompt_ids)])
     return int(draw(probs, noise_keys(seed, place, WHOLE)))

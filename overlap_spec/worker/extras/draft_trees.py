@@ -37,17 +37,8 @@ class DraftTrees(Extra):
 def draft_tree(
     step: int, links: Int64s, accepted: Sequence[int], rows: Int32s | None, limited: bool
 ) -> DraftTree:
-    """The living nodes of one tree, at most :data:`MOST_TOLD_DRAFTS`, those accepted among them.
-
-    Args:
-        step: The step's number.
-        links: int64 ``(3, nodes)``: tokens, first children, next siblings; dead nodes are linked
-            to nothing.
-        accepted: The accepted drafts' tokens.
-        rows: int32 ``(nodes, words)``: the mask row after each node, zero where the grammar's walk
-            did not come; None where there is no grammar.
-        limited: Whether the root's row alone was there in time.
-    """
+    """The living nodes of one tree, at most :data:`MOST_TOLD_DRAFTS`, those accepted among them;
+    ``accepted``: the accepted drafts' tokens, the others as of :class:`Row`."""
     tokens, first_child, next_sibling = links.tolist()
     parents = _parents(first_child, next_sibling)
     path = _path(tokens, parents, accepted)

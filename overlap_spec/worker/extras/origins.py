@@ -40,15 +40,8 @@ class Origins(Extra):
 def token_origins(
     tokens: Sequence[int], plain: Sequence[Origin], links: Int64s | None, rows: Int32s
 ) -> tuple[Origin, ...]:
-    """``plain``, with `forced` where a token was the only one that its mask row allowed.
-
-    Args:
-        tokens: A request's accepted drafts, then the bonus.
-        plain: How each came as far as the drafts tell.
-        links: int64 ``(3, nodes)``: tokens, first children, next siblings of its tree; None for a
-            tree of one node.
-        rows: int32 ``(nodes, words)``: the mask row after each node.
-    """
+    """``plain``, how ``tokens`` came as far as the drafts tell, with `forced` where one was all
+    that its mask row allowed; ``tokens``, ``links`` and ``rows``: as of :class:`Row`."""
     node, origins = 0, list(plain)
     for index, token in enumerate(tokens):
         if node < 0:

@@ -1,8 +1,5 @@
-"""How probable the tokens of prompts are: the target's rows of a chunk, each asked for the token
-behind it.
-
-They are the model's own log-probabilities: without mask, bias, penalties or temperature.
-"""
+"""How probable the tokens of prompts are, by the target's rows of a chunk: the model's own
+log-probabilities, without mask, bias, penalties or temperature."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ PIECE_VALUES = 2**12
 
 
 class Asked(NamedTuple):
-    """Rows of a chunk that are asked how probable the prompt's next tokens are.
-
-    ``first``: index of the first in the chunk. ``tokens`` int64 ``(n,)``: the token behind each.
-    ``top``: how many of the most probable tokens are told of each.
-    """
+    """Rows of a chunk, from its row ``first`` on, that are asked how probable the tokens behind
+    them are, int64 ``(n,)``, and which ``top`` tokens are the most probable."""
 
     first: int
     tokens: Int64s
