@@ -25,6 +25,7 @@ from overlap_spec.server.settings import ServerSettings
 if TYPE_CHECKING:
     from httpx import AsyncClient
     from rich.progress import Progress
+    from starlette.types import ASGIApp
 
 PARSERS = dict.fromkeys(("tool_call_parser", "reasoning_parser"), OUTPUT)
 # Results repeat it.
@@ -240,7 +241,7 @@ async def work(
     task = progress.add_task("loading the model", total=None)
     # Without a buffer, which would be written once more when the file is closed.
     with run.results.open("ab", buffering=0) as out:
-        async with application(flags, serving) as client:
+        async with application(flags, serving) as app, connected(app) as client:
             progress.update(task, description="answering", total=count)
             try:
                 await _answer_all(run, client, out, lambda: progress.advance(task))
@@ -280,10 +281,8 @@ async def _answer_all(
 
 
 @contextlib.asynccontextmanager
-async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIterator[AsyncClient]:
-    """A client of the server's application around a started engine, without a socket."""
-    from httpx import ASGITransport, AsyncClient
-
+async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIterator[ASGIApp]:
+    """The server's application around a started engine, without a socket."""
     from overlap_spec.async_engine import AsyncEngine
     from overlap_spec.server.app import create_app
     from overlap_spec.server.launch import guess_parser, served_name
@@ -300,15 +299,21 @@ async def application(flags: dict[str, Any], serving: dict[str, Any]) -> AsyncIt
     engine = AsyncEngine(max_queued_requests=2**20, **flags)
     app = create_app(engine, settings)
     reader = app.state.service.constraints.reader
-    # An error that the application did not expect is told as a 500.
-    transport = ASGITransport(app, raise_app_exceptions=False)
-    client = AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
     try:
-        async with engine, client:
+        async with engine:
             reader.warm()
-            yield client
+            yield app
     finally:
         await reader.close()
+
+
+def connected(app: ASGIApp) -> AsyncClient:
+    """A client of an application in this process; a line takes the time that it takes."""
+    from httpx import ASGITransport, AsyncClient
+
+    # An error that the application did not expect is told as a 500.
+    transport = ASGITransport(app, raise_app_exceptions=False)
+    return AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
 
 
 async def result_of(client: AsyncClient, line: Line) -> dict[str, Any]:
