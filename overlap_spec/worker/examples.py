@@ -56,7 +56,7 @@ def extended(
     found = row, pages, roots, torch.full_like(path, token), path, torch.full_like(row, length)
     if not runner.feature_layers:
         return found
-    known = runner.page_features
+    known = runner.page_features[:1]
     return *found, known.new_full((rows * tier.nodes, known.shape[1]), fill)
 
 
