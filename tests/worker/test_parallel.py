@@ -112,7 +112,7 @@ def test_text_of_two_ranks_is_that_of_one(
         assert engine.core.worker.recordings.count > 0
         rank_1_is_in_the_timeline(engine)
     assert ended([other])
-    assert set(threading.enumerate()) <= before
+    wait_for(lambda: set(threading.enumerate()) <= before)
 
 
 @pytest.mark.ci
