@@ -7,7 +7,7 @@ import inspect
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from overlap_spec.errors import ConfigError, unknown
 from overlap_spec.hub import find_folder
@@ -63,11 +63,8 @@ def setting(text: str, default: Any = None, flags: tuple[str, ...] = ()) -> Any:
 
 
 def helps(settings: type) -> dict[str, Help]:
-    """The help of each field of a settings class that has one, by :func:`setting` or annotated."""
-    hints = get_type_hints(settings, include_extras=True)
-    noted = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
-    found = {f.name: f.metadata.get("help") or noted[f.name] for f in fields(settings)}
-    return {name: told for name, told in found.items() if told is not None}
+    """The help of each field of a settings class that has one."""
+    return {f.name: f.metadata["help"] for f in fields(settings) if "help" in f.metadata}
 
 
 @dataclass(frozen=True)

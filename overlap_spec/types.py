@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields, replace
 from html import escape
 from math import inf
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from overlap_spec.config import Help
+from overlap_spec.config import setting
 from overlap_spec.errors import InvalidRequest, unknown
 from overlap_spec.stats import RequestStats
 from overlap_spec.tiers import Tier
@@ -94,10 +94,10 @@ class SamplingParams:
             step that takes longer, where they can; None is the engine's.
     """
 
-    temperature: Annotated[float | None, Help("0 is greedy.")] = None
-    top_k: Annotated[int | None, Help("The k most probable tokens; -1 is all.")] = None
-    top_p: Annotated[float | None, Help("Smallest set of tokens whose mass reaches this.")] = None
-    min_p: Annotated[float, Help("No token less probable than this times the best one.")] = 0.0
+    temperature: float | None = setting("0 is greedy.")
+    top_k: int | None = setting("The k most probable tokens; -1 is all.")
+    top_p: float | None = setting("Smallest set of tokens whose mass reaches this.")
+    min_p: float = setting("No token less probable than this times the best one.", 0.0)
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -105,7 +105,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     min_tokens: int = 0
-    max_tokens: Annotated[int | None, Help("Most output tokens.")] = None
+    max_tokens: int | None = setting("Most output tokens.")
     complete: bool | None = None
     thinking_budget: int | None = None
     stop: str | Sequence[str] = ()
@@ -113,7 +113,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    seed: Annotated[int | None, Help("Same seed, same text.")] = None
+    seed: int | None = setting("Same seed, same text.")
     logprobs: int | None = None
     prompt_logprobs: int | None = field(default=None, metadata=OPTIONAL)
     speculate: bool = True

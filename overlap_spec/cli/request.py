@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from overlap_spec.cli.flags import GRAMMAR, OUTPUT, SAMPLING, SERVER_HELP
-from overlap_spec.config import Help
+from overlap_spec.config import setting
 from overlap_spec.errors import ConfigError, GrammarError, InvalidRequest, reason
 
 if TYPE_CHECKING:
@@ -25,30 +25,27 @@ KINDS = ("schema", "regex", "ebnf", "structural_tag", "choice", "json_object")
 class ConstraintFlags:
     """What the output must be; at most one of the first six, and tools."""
 
-    schema: Annotated[str | None, Help("JSON schema: a file or the text.")] = None
-    regex: Annotated[str | None, Help("Regular expression.")] = None
-    ebnf: Annotated[Path | None, Help("File with an EBNF grammar.")] = None
-    structural_tag: Annotated[Path | None, Help("File with a structural tag, JSON.")] = None
-    choice: Annotated[list[str] | None, Help("One of these; repeat it.")] = None
-    json_object: Annotated[bool, Help("Any JSON object.", ("--json-object",))] = False
-    tools: Annotated[
-        Path | None, Help("File with tool definitions, JSON as OpenAI has it: text or calls.")
-    ] = None
-    tool_call_parser: Annotated[
-        str | None,
-        Help(
-            "Format of the model's tool calls: a file of grammar/tools/formats (hermes, …); by "
-            "default the one that the chat template shows."
-        ),
-    ] = None
-    whitespace: Annotated[str, Help(SERVER_HELP["whitespace"])] = "compact"
-    key_order: Annotated[
-        str, Help("Order of members under --schema: schema, or any (up to 9 named ones).")
-    ] = "schema"
-    formats: Annotated[
-        str, Help("What format is under --schema: assertion (held), or annotation.")
-    ] = "assertion"
-    best_effort: Annotated[bool, Help(SERVER_HELP["best_effort"], ("--best-effort",))] = False
+    schema: str | None = setting("JSON schema: a file or the text.")
+    regex: str | None = setting("Regular expression.")
+    ebnf: Path | None = setting("File with an EBNF grammar.")
+    structural_tag: Path | None = setting("File with a structural tag, JSON.")
+    choice: list[str] | None = setting("One of these; repeat it.")
+    json_object: bool = setting("Any JSON object.", False, ("--json-object",))
+    tools: Path | None = setting(
+        "File with tool definitions, JSON as OpenAI has it: text or calls."
+    )
+    tool_call_parser: str | None = setting(
+        "Format of the model's tool calls: a file of grammar/tools/formats (hermes, …); by default "
+        "the one that the chat template shows."
+    )
+    whitespace: str = setting(SERVER_HELP["whitespace"], "compact")
+    key_order: str = setting(
+        "Order of members under --schema: schema, or any (up to 9 named ones).", "schema"
+    )
+    formats: str = setting(
+        "What format is under --schema: assertion (held), or annotation.", "assertion"
+    )
+    best_effort: bool = setting(SERVER_HELP["best_effort"], False, ("--best-effort",))
 
     def asked(self) -> list[str]:
         """The flags of the constraints that are given."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from overlap_spec.config import Help
+from overlap_spec.config import setting
 from overlap_spec.errors import ConfigError
 
 WORKLOADS = ("json", "free", "mixed")
@@ -16,17 +15,15 @@ MODES = ("closed", "open", "both")
 class Load:
     """What servers are asked, and how."""
 
-    workload: Annotated[str, Help("json (under schemas), free (texts) or mixed.")] = "json"
-    mode: Annotated[str, Help("closed (a number of clients), open (random arrivals) or both.")] = (
-        "closed"
-    )
-    clients: Annotated[int, Help("Clients of the closed loop.")] = 8
-    rate: Annotated[float, Help("Requests a second of the open loop.")] = 8.0
-    requests: Annotated[int, Help("Requests of each loop.")] = 100
-    repetitions: Annotated[int, Help("Turns of each server.")] = 1
-    max_tokens: Annotated[int, Help("Most tokens of an answer.")] = 128
-    temperature: Annotated[float, Help("0 is greedy.")] = 0.0
-    seed: Annotated[int, Help("Of order and arrivals.")] = 0
+    workload: str = setting("json (under schemas), free (texts) or mixed.", "json")
+    mode: str = setting("closed (a number of clients), open (random arrivals) or both.", "closed")
+    clients: int = setting("Clients of the closed loop.", 8)
+    rate: float = setting("Requests a second of the open loop.", 8.0)
+    requests: int = setting("Requests of each loop.", 100)
+    repetitions: int = setting("Turns of each server.", 1)
+    max_tokens: int = setting("Most tokens of an answer.", 128)
+    temperature: float = setting("0 is greedy.", 0.0)
+    seed: int = setting("Of order and arrivals.", 0)
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the setting."""
