@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,8 +64,7 @@ class Timeline:
     @property
     def dropped(self) -> int:
         """Spans that newer ones have overwritten."""
-        kept = self._kept()
-        return kept[-1][0] + 1 - len(kept) if kept else 0
+        return _overwritten(self._kept())
 
     def _kept(self) -> list[tuple[int, Span]]:
         entries = sorted((e for e in list(self._ring) if e is not None), key=lambda e: e[0])
@@ -79,7 +78,8 @@ class Timeline:
         lane that overlap without one holding the other, which the format cannot show in one
         thread, go into further threads of that lane.
         """
-        spans = self.spans()
+        kept = self._kept()
+        spans = [span for _, span in kept]
         origin = min((span.start_ns for span in spans), default=0)
         events = [_metadata("process_name", 0, name="overlap-spec")]
         thread = 0
@@ -92,7 +92,7 @@ class Timeline:
                 events.append(_metadata("thread_name", thread, name=title))
                 events.append(_metadata("thread_sort_index", thread, sort_index=thread))
                 events.extend(_event(span, origin, thread) for span in row)
-        told = {"spans": len(spans), "dropped": self.dropped, "origin_ns": origin}
+        told = {"spans": len(spans), "dropped": _overwritten(kept), "origin_ns": origin}
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
 
     def write_trace(self, path: str | Path) -> None:
@@ -100,6 +100,11 @@ class Timeline:
         TypeError: an argument of a span that JSON cannot hold, which leaves no broken file."""
         text = json.dumps(self.chrome_trace())
         Path(path).write_text(text, encoding="utf-8")
+
+
+def _overwritten(kept: Sequence[tuple[int, Span]]) -> int:
+    """How many spans were recorded before the oldest that is kept."""
+    return kept[-1][0] + 1 - len(kept) if kept else 0
 
 
 def union_ns(times: Iterable[tuple[int, int]]) -> int:

@@ -40,15 +40,18 @@ class OutputTries:
 
         For drafts alone: texts that the tokenizer cannot cut are left out.
         """
-
-        def make() -> TokenTrie | None:
-            cuts = [cut for text in few_texts(grammar) if (cut := self.cut(text))]
-            found = make_tries(cuts, TRIE_NODES) if cuts else []
-            # A node is the prompt's end.
-            return found[0] if len(found) == 1 and len(found[0].tokens) < TRIE_NODES else None
-
+        key = grammar.kind, grammar.source
         with self._lock:
-            return newest(self._known, (grammar.kind, grammar.source), make, CACHED)
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._known[key]
+        # Not under the lock, which others must not wait for so long.
+        cuts = [cut for text in few_texts(grammar) if (cut := self.cut(text))]
+        found = make_tries(cuts, TRIE_NODES) if cuts else []
+        # A node is the prompt's end.
+        fit = len(found) == 1 and len(found[0].tokens) < TRIE_NODES
+        with self._lock:
+            return newest(self._known, key, lambda: found[0] if fit else None, CACHED)
 
 
 def few_texts(grammar: Grammar) -> list[str]:
