@@ -5,8 +5,8 @@ STAMP := $(VENV)/.installed
 # Ray is large: the tests of replicas need it.
 TESTED := $(VENV)/.installed-cluster
 
-.PHONY: demo test everyday test-ci test-busy test-slow test-cluster mutants lint bench check \
-	picture docs clean
+.PHONY: demo test everyday test-ci test-busy test-cluster mutants lint bench check picture \
+	docs clean
 # In the order of their names: files with few tests are the longest, and would be left to the end.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
@@ -21,19 +21,16 @@ test: $(STAMP)
 
 # Of each behaviour one quick proof.
 everyday: $(STAMP)
-	$(PYTEST) -m "not ci and not slow"
+	$(PYTEST) -m "not ci"
 
 # What `make test` leaves out and .ci/run runs: matrices, long fuzz, servers of their own.
 test-ci: $(TESTED)
-	$(PYTEST) -m "ci and not slow"
+	$(PYTEST) -m ci
 
 # What a clock could change, beside six processes that compute and never wait.
 test-busy: $(TESTED)
 	$(BIN)/python -m tests.support.busy 6 $(BIN)/python -m pytest -m clock -n 2 \
 		$$(grep -rl "pytest.mark.clock" tests --include="*.py")
-
-test-slow: $(TESTED)
-	$(BIN)/python -m pytest -m slow
 
 test-cluster: $(TESTED)
 	$(BIN)/python -m pytest tests/cluster

@@ -304,7 +304,7 @@ def run(folder: Path, tests: Iterable[str]) -> int:
     """Pytest's exit status."""
     words = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist")
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    everyday = ("-m", "not ci and not slow")
+    everyday = ("-m", "not ci")
     command = [sys.executable, *words, *everyday, *tests]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode not in (0, 1):

@@ -86,7 +86,7 @@ def test_kernels_compile_without_a_gpu(capability: int, tmp_path: Path) -> None:
     check_compiles(capability, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("capability", [89, 100, 120])
 def test_kernels_compile_for_other_gpus(capability: int, tmp_path: Path) -> None:
     check_compiles(capability, tmp_path)

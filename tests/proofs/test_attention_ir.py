@@ -76,7 +76,6 @@ def test_two_copies_are_under_way_while_a_block_is_computed(
     check(works(128)[what], capability, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_two_copies_are_under_way_everywhere(

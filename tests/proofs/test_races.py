@@ -191,7 +191,7 @@ def test_uploads_are_the_streams_own(tiny: dict[str, str], monkeypatch: pytest.M
     assert races(world) == []
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("mode", ["once-sync", "double-sync", "none"])

@@ -95,7 +95,7 @@ def prepare(tiny: dict[str, Any], folder: Path, name: str) -> tuple[dict[str, An
     return settings, held
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", CASES)
 def test_text_is_that_of_torchs_kernels(
@@ -110,7 +110,7 @@ def test_text_is_that_of_torchs_kernels(
     alike(got, want, CLOSE_LOGPROBS if settings.get("dtype") == "bfloat16" else 0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", ["tree, recorded", "chain in a window, in bfloat16", "tries"])
 def test_a_step_touches_its_arguments_alone(

@@ -24,6 +24,8 @@ class Held(Recorded):
     """
 
     def __init__(self, work: Any, inputs: Tensors, place: Place | None = None) -> None:
+        # As a graph does: of an expanded tensor each element needs its own memory.
+        inputs = tuple(x.contiguous() for x in inputs)
         self._work, self._inputs = work, inputs
         places = [x.data_ptr() for x in inputs if x.numel()]
         assert len(set(places)) == len(places), "two inputs share their memory"
