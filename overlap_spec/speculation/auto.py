@@ -35,7 +35,7 @@ from overlap_spec.tiers import Budget, Tier
 MARGIN = 0.02
 # Share of their spread by which worlds are drawn. With all of it half of the time would go to tiers
 # that are worse by a spread, in the hope of many more steps than one kind of text lasts.
-HOPE = 0.5
+HOPE = 0.4
 # Verifies between two decisions: one block of times, and the step before it.
 STRIDE = BLOCK_STEPS + 1
 # Share of all time that recordings for a tier may take.

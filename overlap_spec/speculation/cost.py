@@ -204,8 +204,10 @@ def fit(verifies: Sequence[VerifyTime], drafts: Sequence[DraftTime], source: str
         found, _ = _relative(per_step * np.array([[d.steps] for d in drafts]), took)
         draft = np.where(per_step.any(axis=0), found, draft)
     known: dict[str, Any] = dict(zip(FITTED, [*best[:3].tolist(), *draft.tolist()], strict=True))
+    unmeasured = ("grammar_node", "prefill", "prefill_token")
     model = CostModel(
         **known,
+        **{name: unit * getattr(ASSUMED, name) for name in unmeasured},
         host=HOST_MS,
         host_tree=HOST_TREE_MS,
         knee_nodes=knee,

@@ -7,7 +7,7 @@ product of theirs; the bonus token counts one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,9 +24,11 @@ LEAST_VARIANCE = 0.05
 # keeps at a verify that drafts another width, or nothing, since what was accepted in other text is
 # a poor comparison.
 MOST_RUNS, IDLE_KEPT = 64.0, 0.98
-# The text is another one where the mean surprise of the last verifies, each weighing so much, is so
-# many of its standard deviations. Of all that was seen these last verifies are kept.
-SURPRISE, CHANGED, RECENT = 0.12, 5.0, 8
+# The text is another one where what is beyond so many deviations of each verify adds up to so many;
+# so many verifies are kept of those that said so.
+USUAL, CHANGED, KEPT = 0.5, 8.0, 64
+# A verify's tier, and how many drafts of each request were accepted.
+Verify = tuple[Tier, Sequence[int]]
 # A tree saves this share of what a chain is refused, until it is known: where drafts are good, what
 # fails often fails for all of a node's children.
 TREE_SAVES = 0.25
@@ -109,6 +111,28 @@ def run_variance(rates: Sequence[float]) -> float:
     return squares - accepted**2
 
 
+class Drift:
+    """Whether the text drafts better than it did (``sign`` 1) or worse (-1), and since when: Page's
+    cumulative sum (1954).
+
+    Attributes:
+        since: The verifies since the sum was 0 for the last time.
+    """
+
+    def __init__(self, sign: int) -> None:
+        self._sign, self._sum = sign, 0.0
+        self.since: deque[Verify] = deque(maxlen=KEPT)
+
+    def add(self, verify: Verify, surprise: float) -> bool:
+        """Take in one verify, so many deviations better than expected; whether that is enough."""
+        self._sum = max(0.0, self._sum + self._sign * surprise - USUAL)
+        if self._sum:
+            self.since.append(verify)
+        else:
+            self.since.clear()
+        return self._sum > CHANGED
+
+
 class Memory:
     """Survival of one kind of text (constrained or free) by width and depth.
 
@@ -122,30 +146,26 @@ class Memory:
         self._counts = {tier.top_k: DepthCounts(depths) for tier in tiers if tier.steps}
         # Rates and deviations of each width by depth, until something more is known.
         self._found: dict[int, tuple[list[float], list[float]]] = {}
-        self._surprise = 0.0
-        self._recent: deque[tuple[Tier, Sequence[int]]] = deque(maxlen=RECENT)
+        self._drifts = Drift(1), Drift(-1)
         if like is not None:
             for width, theirs in like._counts.items():
                 self._counts[width].take(theirs, 1.0)
 
     def add(self, tier: Tier, runs: Sequence[int]) -> bool:
         """Take in one verify; whether it says that the text is another one."""
-        changed = bool(tier.steps) and self._surprises(tier, runs)
+        change = self._change(tier, runs) if tier.steps else None
         self._found.clear()
         for width, counts in self._counts.items():
-            if changed:
+            if change is not None:
                 counts.scale(0.0)
             elif tier.steps and width == tier.top_k:
                 counts.scale(min(1.0, MOST_RUNS / max(counts.tried[0], 1.0)))
             else:
                 counts.scale(IDLE_KEPT)
-        if not tier.steps:
-            return False
-        self._recent.append((tier, runs))
-        for drafted, accepted in self._recent if changed else [(tier, runs)]:
-            for run in accepted:
+        for drafted, accepted in change or [(tier, runs)]:
+            for run in accepted if drafted.steps else ():
                 self._counts[drafted.top_k].add(drafted.steps, min(run, drafted.steps))
-        return changed
+        return change is not None
 
     def weigh(self) -> tuple[Vector, Vector]:
         """Accepted drafts of a run of each tier, ``(tiers,)``, and what one standard deviation of
@@ -160,16 +180,16 @@ class Memory:
                 by_rate[n, widths.index(width), :steps] = np.multiply(slopes(rates), deviations)
         return accepted, by_rate.reshape(len(self._tiers), -1)
 
-    def _surprises(self, tier: Tier, runs: Sequence[int]) -> bool:
-        """Whether the last verifies were too far from what was expected of them."""
-        rates = self._family(tier.top_k)[0][: tier.steps]
-        beyond = sum(runs) - len(runs) * expected(rates)
-        now = beyond / (len(runs) * run_variance(rates)) ** 0.5
-        self._surprise += SURPRISE * (now - self._surprise)
-        if self._surprise**2 <= CHANGED**2 * SURPRISE / (2 - SURPRISE):
-            return False
-        self._surprise = 0.0
-        return True
+    def _change(self, tier: Tier, runs: Sequence[int]) -> Iterable[Verify] | None:
+        """Where the text is another one, the verifies that say so."""
+        rates, deviations = (each[: tier.steps] for each in self._family(tier.top_k))
+        unsure = np.multiply(slopes(rates), deviations) * len(runs)
+        spread = (len(runs) * run_variance(rates) + float(unsure @ unsure)) ** 0.5
+        surprise = (sum(runs) - len(runs) * expected(rates)) / spread
+        told = [drift.since for drift in self._drifts if drift.add((tier, runs), surprise)]
+        if told:
+            self._drifts = Drift(1), Drift(-1)
+        return told[0] if told else None
 
     def _family(self, width: int) -> tuple[list[float], list[float]]:
         """Rates of a width by depth, and their standard deviations."""

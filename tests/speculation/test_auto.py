@@ -105,6 +105,17 @@ def test_a_text_that_surprises_makes_all_before_it_forgotten() -> None:
     assert memory.weigh()[0][TIERS.index(LAUNCH)] < 0.8
 
 
+def test_a_text_that_came_while_nothing_was_drafted_is_known_by_itself() -> None:
+    """What was seen of the text before says nothing of it."""
+    memory, short = Memory(TIERS), next(tier for tier in TIERS if tier.steps == 1)
+    for _ in range(20):
+        memory.add(short, [0] * 16)
+    for _ in range(50):
+        memory.add(OFF, [0] * 16)
+    assert memory.add(short, [1] * 16)
+    assert memory.weigh()[0][TIERS.index(short)] > 0.8
+
+
 def test_follows_text_and_batch() -> None:
     """Easy, hard, easy, each at batch 1, 16 and 1, as many tokens of each."""
     machine = MACHINES["cpu"]

@@ -83,6 +83,7 @@ def test_fit_of_a_single_pass() -> None:
     assert found.verify_node == pytest.approx(unit * ASSUMED.verify_node)
     assert found.verify_context == pytest.approx(unit * ASSUMED.verify_context)
     assert found.draft == pytest.approx(unit * ASSUMED.draft)
+    assert found.grammar_node == pytest.approx(unit * ASSUMED.grammar_node)
 
 
 # Online
