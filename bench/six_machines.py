@@ -23,7 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from math import exp, sin
 from operator import mul
 from random import Random
@@ -41,7 +41,7 @@ from overlap_spec.speculation.policy import (
 )
 from overlap_spec.speculation.presets import load_policy
 from overlap_spec.tiers import Budget, Tier
-from overlap_spec.worker.pass_times import PassTimes
+from overlap_spec.worker.pass_times import PassTimes, Point
 
 AIM = 0.97
 BATCHES = (1, 4, 16, 64)
@@ -154,6 +154,13 @@ class Request:
             found = self._shares[tier] = list(accumulate(self.rates(tier), mul))
         return found
 
+    def verify(self, tier: Tier, rng: Random) -> RequestOutcome:
+        """Draw what one verify accepts."""
+        self.left -= 1
+        coin = rng.random()
+        accepted = sum(coin < share for share in self.shares(tier))
+        return RequestOutcome(self.number, accepted, tier.nodes - 1, self.text.constrained)
+
 
 @dataclass
 class Lived:
@@ -185,6 +192,55 @@ def phases_of(seed: int, batches: Sequence[int] = BATCHES) -> list[tuple[str, in
     return Random(f"order {seed}").sample(cells, len(cells))
 
 
+class Times:
+    """A machine's, with deviations of its own by tier and batch that no formula tells."""
+
+    def __init__(self, machine: Machine, seed: int) -> None:
+        self.machine, self._seed = machine, seed
+        self._own: dict[tuple[Tier, int], float] = {}
+
+    def step_ms(self, budget: Budget, view: StepView, cost: CostModel | None = None) -> float:
+        """A step's; ``cost``: the machine's or a part of it."""
+        key = budget.tier, view.batch.bit_length()
+        if key not in self._own:
+            self._own[key] = exp(Random(f"own {self._seed} {key}").gauss(0.0, OWN))
+        shape = shape_of(budget, view.batch, view.context_tokens, view.constrained)
+        return self._own[key] * (cost or self.machine.cost).step_ms(shape)
+
+    def measured(self, points: Sequence[Point], rng: Random) -> Iterator[PassTimes]:
+        """What a start measures of passes alone."""
+        passes = replace(self.machine.cost, host=0.0, host_tree=0.0)
+        for point in points:
+            draft_ms = passes.draft_ms(point.batch, point.tier.steps, point.tier.top_k, 0)
+            view = StepView(tuple(RequestView(n, 0) for n in range(point.batch)))
+            rest_ms = self.step_ms(Budget(point.tier), view, passes) - draft_ms
+            noises = (exp(rng.gauss(0.0, MEASURED)) for _ in range(2))
+            yield PassTimes(point, draft_ms * next(noises), rest_ms * next(noises))
+
+
+def calibrate(policy: LengthPolicy, times: Times, rng: Random, at_once: bool) -> None:
+    """Tell a policy that weighs costs what a start measures."""
+    launch = Tier(5, 1, 6)
+    if policy.weighs_cost and at_once:
+        found = times.measured(startup_points(launch, policy.tiers), rng)
+        policy.calibrate(*startup_fit([*found]))
+    elif policy.weighs_cost:
+        points = tier_points(policy.tiers, launch, max(BATCHES))[:POINTS]
+        model = fit_times([*times.measured(points, rng)], "start-up fit")
+        policy.calibrate(model, max(PROFILE_SPREAD, model.error or 0.0))
+
+
+class Sum:
+    """Expected tokens and milliseconds."""
+
+    tokens = ms = rate = 0.0
+
+    def add(self, tier: Tier, requests: Sequence[Request], ms: float) -> None:
+        self.tokens += sum(1 + sum(request.shares(tier)) for request in requests)
+        self.ms += ms
+        self.rate = self.tokens / self.ms
+
+
 def live(
     policy: LengthPolicy,
     machine: Machine,
@@ -198,85 +254,43 @@ def live(
     Args:
         at_once: The first request comes with the start: no tiers were measured before it.
     """
-    rng, numbers = Random(f"life {seed}"), iter(range(10**9))
-    own: dict[tuple[Tier, int], float] = {}
-    passes = replace(machine.cost, host=0.0, host_tree=0.0)
-
-    def step_ms(budget: Budget, view: StepView, cost: CostModel = machine.cost) -> float:
-        tier, batch = budget.tier, view.batch
-        key = tier, batch.bit_length()
-        if key not in own:
-            own[key] = exp(Random(f"own {seed} {key}").gauss(0.0, OWN))
-        shape = shape_of(budget, batch, view.context_tokens, view.constrained)
-        return own[key] * cost.step_ms(shape)
-
-    def measured() -> Iterator[PassTimes]:
-        tiers, launch = policy.tiers, Tier(5, 1, 6)
-        points = tier_points(tiers, launch, max(BATCHES))[:POINTS]
-        for point in startup_points(launch, tiers) if at_once else points:
-            draft_ms = machine.cost.draft_ms(point.batch, point.tier.steps, point.tier.top_k, 0)
-            view = StepView(tuple(RequestView(n, 0) for n in range(point.batch)))
-            passes_ms = step_ms(Budget(point.tier), view, passes)
-            noises = (exp(rng.gauss(0.0, MEASURED)) for _ in range(2))
-            yield PassTimes(point, draft_ms * next(noises), (passes_ms - draft_ms) * next(noises))
-
-    if policy.weighs_cost and at_once:
-        policy.calibrate(*startup_fit(list(measured())))
-    elif policy.weighs_cost:
-        model = fit_times(list(measured()), "start-up fit")
-        policy.calibrate(model, max(PROFILE_SPREAD, model.error or 0.0))
-    budgets = {tier: Budget(tier) for tier in policy.tiers}
-    told: list[dict[str, Any]] = []
-    chosen: list[Tier] = []
-    requests: list[Request] = []
-    everything = {tier: [0.0, 0.0] for tier in policy.tiers}
-    sums, policy_s = [0.0, 0.0], 0.0
+    rng, numbers, times = Random(f"life {seed}"), count(), Times(machine, seed)
+    calibrate(policy, times, rng, at_once)
+    told, chosen, requests = list[dict[str, Any]](), list[Tier](), list[Request]()
+    # Of as many tokens of each phase.
+    mine_ms, fixed_ms, policy_s = 0.0, dict.fromkeys(policy.tiers, 0.0), 0.0
     for name, batch in phases:
-        text, mine = TEXTS[name], [0.0, 0.0]
-        fixed = {tier: [0.0, 0.0] for tier in policy.tiers}
+        mine, fixed = Sum(), {tier: Sum() for tier in policy.tiers}
         requests = requests[:batch]
         for request in requests:
             # Those under way end soon, one after the other.
             request.left = min(request.left, rng.randint(1, 10))
         for _ in range(verifies):
             requests = [request for request in requests if request.left]
-            requests += [Request(next(numbers), text, rng) for _ in range(batch - len(requests))]
+            missing = range(batch - len(requests))
+            requests += [Request(next(numbers), TEXTS[name], rng) for _ in missing]
             view = StepView(tuple(RequestView(r.number, 512, r.text.constrained) for r in requests))
             start = time.process_time()
             budget = policy.choose(view)
             policy_s += time.process_time() - start
-            tier = budget.tier
-            for each, sum_of in fixed.items():
-                sum_of[0] += sum(1 + sum(request.shares(each)) for request in requests)
-                sum_of[1] += step_ms(budgets[each], view)
-            tokens = sum(1 + sum(request.shares(tier)) for request in requests)
-            ms = step_ms(budget, view)
-            mine = [mine[0] + tokens, mine[1] + ms]
+            tier, ms = budget.tier, times.step_ms(budget, view)
+            mine.add(tier, requests, ms)
+            for each, its in fixed.items():
+                its.add(each, requests, times.step_ms(Budget(each), view))
             seen_ms = ms * machine.load(len(chosen)) * rng.lognormvariate(0.0, machine.noise)
             seen_ms *= 4 if rng.random() < OUTLIER else 1
-            outcomes = []
-            for request in requests:
-                request.left -= 1
-                coin = rng.random()
-                length = sum(coin < share for share in request.shares(tier))
-                outcomes.append(
-                    RequestOutcome(request.number, length, tier.nodes - 1, request.text.constrained)
-                )
+            outcomes = [request.verify(tier, rng) for request in requests]
             chosen.append(tier)
             start = time.process_time()
             policy.observe(StepOutcome(view, budget, outcomes, seen_ms, batch * tier.nodes))
             policy_s += time.process_time() - start
-        best = max(fixed, key=lambda each: fixed[each][0] / fixed[each][1])
-        share = mine[0] / mine[1] * fixed[best][1] / fixed[best][0]
-        told.append(
-            {"text": name, "batch": batch, "best": [best.steps, best.top_k], "of_best": share}
-        )
-        # As many tokens of each phase.
-        sums = [sums[0] + 1, sums[1] + mine[1] / mine[0]]
-        for each, (its, took) in fixed.items():
-            everything[each][1] += took / its
-    whole = min(took for _, took in everything.values()) / sums[1]
-    return Lived(told, whole, chosen, policy_s, policy.snapshot())
+        best = max(fixed, key=lambda each: fixed[each].rate)
+        share = mine.rate / fixed[best].rate
+        of = {"best": [best.steps, best.top_k], "of_best": share}
+        told.append({"text": name, "batch": batch, **of})
+        mine_ms += 1 / mine.rate
+        fixed_ms = {each: ms + 1 / fixed[each].rate for each, ms in fixed_ms.items()}
+    return Lived(told, min(fixed_ms.values()) / mine_ms, chosen, policy_s, policy.snapshot())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
