@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "what is unlikely to be better is tried as often",
         AUTO,
-        "HOPE = 0.5",
+        "HOPE = 0.4",
         "HOPE = 5.0",
         (T_AUTO + "test_probes_cost_little",),
     ),
