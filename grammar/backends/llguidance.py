@@ -8,8 +8,9 @@ Its calls release the GIL. A matcher stays in an error state, so it is never fed
 mask forbids, and errors are checked after each call.
 
 All matchers of a grammar share a lexer, which keeps each state that a text has led to. One that is
-full, or whose step took too long, fails all of them: so the states are a cache here. A lexer starts
-small, and one with more room takes a full one's place, where its matchers read their texts anew.
+full, or whose step took too long, fails all of them: so the states are a cache here. A short
+grammar's lexer starts small, and one with more room takes a full one's place, where its matchers
+read their texts anew.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ _SLICES = [
 # Marks of the library's own limits in its errors, and of those of a lexer.
 OVER_LIMIT = ("too many", "too complex", "too large", "limit")
 OF_LEXER, OF_STATES = "lexer error", "too many states"
-# States of a grammar's lexer: of nine schemas in ten the first are enough, of one in a hundred the
-# second are not.
+# States of a grammar's lexer: of four schemas in five the first are enough, of one in a hundred the
+# second are not. A longer Lark text begins with the second: half of those fill the first, and to be
+# read anew within a step takes up to 0.2 s.
 STATES = (512, 4096, 32_768)
-STATE_BYTES = 768
+STATE_BYTES, SHORT_BYTES = 768, 4096
 # The library reads names and groups inside one another by recursion. On a stack of 8 MiB, which
 # threads have, 3,900 are read, and 4,800 end the process.
 MOST_NESTED = 3_100
@@ -123,7 +125,7 @@ class _Compiled(CompiledGrammar):
         self.vocabulary = vocabulary
         self._tokenizer, self._kind, self._lark = tokenizer, kind, lark
         self._lock = threading.Lock()
-        self._size = 0
+        self._size = int(len(lark) > SHORT_BYTES)
         self._library = self._read()
 
     @property

@@ -55,8 +55,9 @@ def route(syntax: Syntax) -> Route:
     count = max(map(longest_count, rules.values()), default=0)
     if count > _LONG_COUNT:
         return Route(LEXEMES, f"counts to {count}")
-    if any(isinstance(token.language, Except) for token in syntax.tokens.values()):
-        return Route(LEXEMES, "free keys beside named ones")
+    if any(isinstance(token.language, Except | Dfa) for token in syntax.tokens.values()):
+        # An automaton, too, is written for xgrammar in rules, and a mask inside takes it 80 ms.
+        return Route(LEXEMES, "free keys beside named ones, or of patterns")
     if len(rules) > _SMALL_RULES:
         return Route(LEXEMES, f"{len(rules)} rules")
     return SMALL

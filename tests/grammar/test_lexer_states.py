@@ -87,6 +87,14 @@ def test_texts_outlast_a_full_lexer(backend: Backend) -> None:
         assert matcher.accepted_tokens == len(text)
 
 
+def test_a_long_grammar_is_not_read_anew_within_a_step(backend: Backend) -> None:
+    """That takes as long as to compile it."""
+    compiled = backend.compile(Grammar.regex(MANY.format("w") + f"({'z' * 5000})?"))
+    room = compiled.memory_bytes
+    write(compiled.matcher(), np.random.default_rng(0), 8)
+    assert compiled.memory_bytes == room
+
+
 def test_memory_is_counted_as_it_grows(backend: Backend) -> None:
     compiled = backend.compile(Grammar.regex(MANY.format("w")))
     before = compiled.memory_bytes

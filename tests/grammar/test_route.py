@@ -17,6 +17,12 @@ NAMED = {
     "properties": {"name": {"type": "integer"}},
     "additionalProperties": True,
 }
+PATTERNED = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "patternProperties": {".*": {"type": "string"}},
+    "required": ["name"],
+}
 AMBIGUOUS = 'root ::= x "b" | "c"\nx ::= "a" root | [ab]*'
 
 
@@ -33,6 +39,7 @@ def auto() -> Backend:
         (Grammar.json_schema({"type": "boolean"}), "xgrammar", "small"),
         (Grammar.json_schema({"type": "string", "maxLength": 400}), "llguidance", "counts to 400"),
         (Grammar.json_schema(NAMED), "llguidance", "free keys"),
+        (Grammar.json_schema(PATTERNED), "llguidance", "of patterns"),
         (Grammar.ebnf(
             AMBIGUOUS.replace('| "c"', '| "c"{40}')), "xgrammar", "no lexemes"),
         (Grammar.ebnf('root ::= "a" (= "b")'), "xgrammar", "xgrammar's own"),
