@@ -83,9 +83,9 @@ class Vocabulary:
     def byte_tokens(self) -> npt.NDArray[np.int64]:
         """int64 `(256,)`: a token whose text is that one byte, the first of them; -1 if none."""
         found = np.full(256, -1, np.int64)
-        for token in reversed(range(len(self.tokens))):
-            if len(self.text[token]) == 1:
-                found[self.text[token][0]] = token
+        single = [token for token, text in enumerate(self.text) if len(text) == 1]
+        for token in reversed(single):
+            found[self.text[token][0]] = token
         return found
 
     @cached_property

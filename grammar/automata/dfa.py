@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import TypeVar
@@ -140,9 +141,11 @@ def before(node: Node, rest: Dfa) -> Dfa:
     nfa.free[end].append(offset)
     final = {offset + state for state, last in enumerate(rest.final) if last}
 
+    closure = cache(nfa.closure)
+
     def moves_of(states: frozenset[int]) -> list[tuple[int, int, frozenset[int]]]:
         cut = _cut([move for state in states for move in nfa.spans[state]])
-        return [(low, high, nfa.closure(targets)) for low, high, targets in cut]
+        return [(low, high, closure(targets)) for low, high, targets in cut]
 
     return _explore(nfa.closure([0]), moves_of, lambda states: not final.isdisjoint(states))
 

@@ -36,12 +36,14 @@ def to_node(dfa: Dfa, escape: Escape) -> Node | None:
     for state, ways in edges.items():
         for to in ways:
             into[to].add(state)
-    left = list(range(1, end))
-    while left:
-        state = min(left, key=lambda one: _growth(edges, into, one))
-        left.remove(state)
+    growth = {state: _growth(edges, into, state) for state in range(1, end)}
+    while growth:
+        state = min(growth, key=growth.__getitem__)
+        del growth[state]
+        beside = growth.keys() & (into[state] | edges[state].keys())
         if not _eliminate(edges, into, state):
             return None
+        growth.update((other, _growth(edges, into, other)) for other in beside)
     loop = edges[0].pop(0, None)
     tail = edges[0].get(end)
     if tail is None:

@@ -51,6 +51,7 @@ class Ref:
 
 Node = CharClass | Concat | Alternation | Repetition | Ref
 EMPTY = Concat(())
+_NO_NAMES = frozenset[str]()
 
 
 def concat(*parts: Node) -> Node:
@@ -88,15 +89,18 @@ def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
     return node
 
 
-def references(node: Node) -> set[str]:
-    """Names of the rules that an expression refers to directly."""
-    found: set[str] = set()
-    pending = [node]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, Ref):
-            found.add(part.name)
-        pending.extend(parts_of(part))
+def references(node: Node) -> frozenset[str]:
+    """Names of the rules that an expression refers to directly.
+
+    An expression keeps them, for each of its parts is asked by whoever walks it.
+    """
+    if isinstance(node, CharClass):
+        return _NO_NAMES
+    kept: dict[str, frozenset[str]] = node.__dict__
+    found = kept.get("references")
+    if found is None:
+        own = (node.name,) if isinstance(node, Ref) else ()
+        found = kept["references"] = _NO_NAMES.union(own, *map(references, parts_of(node)))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from overlap_spec.grammar.automata.charset import Ranges
 from overlap_spec.grammar.automata.regex_ast import Alternation, CharClass, Concat, Node, Ref
@@ -31,6 +32,7 @@ def to_regex(node: Node, rule: Callable[[str], str]) -> str:
     return body + ("?" if (least, most) == (0, 1) else f"{{{least},{most}}}")
 
 
+@lru_cache(4096)
 def _class(members: Ranges) -> str:
     (low, high), *more = members
     if low == high and not more:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from overlap_spec.grammar.automata.dfa import reached
@@ -78,7 +78,7 @@ class Calls:
         return found
 
 
-def circles(callees: Mapping[str, set[str]]) -> dict[str, int]:
+def circles(callees: Mapping[str, Set[str]]) -> dict[str, int]:
     """The number of each rule's circle: of its strongly connected component (Tarjan, 1972), or, of
     a rule that never comes back to itself, one that no other has."""
     order: dict[str, int] = {}

@@ -36,6 +36,8 @@ class EpsilonFree:
         self._nullable = syntax.nullable
         self._blank = frozenset(syntax.rules) - syntax.least(_speaks)
         self.root_nullable = "root" in syntax.nullable
+        # By `id`: each is asked for by itself and by what it stands in.
+        self._known: dict[int, Node | None] = {}
         self.rules: dict[str, Node] = {}
         self.plain: dict[str, str] = {}
         for name, body in syntax.rules.items():
@@ -66,6 +68,11 @@ class EpsilonFree:
         """An expression with ε removed; None if nothing is left."""
         if isinstance(node, CharClass):
             return node
+        if id(node) not in self._known:
+            self._known[id(node)] = self._made(node)
+        return self._known[id(node)]
+
+    def _made(self, node: Node) -> Node | None:
         if isinstance(node, Ref):
             return None if node.name in self._blank else node
         if isinstance(node, Alternation):
@@ -73,6 +80,7 @@ class EpsilonFree:
             return _either([way for way in ways if way is not None])
         if isinstance(node, Concat):
             return self._chain(node.parts)
+        assert isinstance(node, Repetition)
         body = self._of(node.body)
         if body is None or node.most == 0:
             return None

@@ -173,6 +173,8 @@ class _Cutter:
         Deeper expressions are parsed even if they are regular, so that equal brackets are equal
         lexemes everywhere.
         """
+        if isinstance(node, CharClass):
+            return True
         if isinstance(node, Repetition) and node.most != 1:
             return isinstance(node.body, CharClass)
         if isinstance(node, Ref):

@@ -6,6 +6,8 @@ wait in it, by the longest way down the calls.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import groupby
 from typing import NamedTuple
 
 from overlap_spec.grammar.automata.charset import UTF8_LENGTHS
@@ -26,6 +28,7 @@ from overlap_spec.grammar.ir.syntax import Syntax, bounded_depth
 
 # Longer rests are not told apart.
 ENDLESS = 2**30
+_FIRSTS = [first for first, _ in UTF8_LENGTHS]
 # The bytes that what stands before something may begin with, and whether it may be empty.
 Before = tuple[frozenset[int], bool]
 
@@ -119,56 +122,60 @@ class _Bounds:
             name: {} for name in syntax.rules
         }
         self._syntax = syntax
-        # By `id`: fewest bytes, the longest rest inside, and whether it calls rules.
-        self._known: dict[int, tuple[int, int, bool]] = {}
-        grown = True
-        while grown:
-            grown = False
-            self._known = {key: known for key, known in self._known.items() if not known[2]}
-            for name in circle:
-                least = self._read(syntax.rules[name])[0]
-                if least < self.lengths[name]:
-                    self.lengths[name], grown = least, True
-        self.longest = {name: self._known[id(body)][1] for name, body in syntax.rules.items()}
+        # By `id`: fewest bytes, and the longest rest inside; and of what calls rules of a circle,
+        # as far as is known.
+        self._known: dict[int, tuple[int, int]] = {}
+        self._calling: dict[int, tuple[int, int]] = {}
+        for _, same in groupby(circle, circle.__getitem__):
+            names = [*same]
+            comes_back = any(references(syntax.rules[name]).intersection(names) for name in names)
+            grown = True
+            while grown:
+                grown = False
+                self._calling.clear()
+                for name in names:
+                    least = self._read(syntax.rules[name])[0]
+                    if least < self.lengths[name]:
+                        self.lengths[name], grown = least, comes_back
+            self._known |= self._calling
+        self.longest = {name: self._read(body)[1] for name, body in syntax.rules.items()}
         for name, body in syntax.rules.items():
             # Asked for of rules in circles alone.
             is_asked = any(circle[name] == circle[called] for called in references(body))
             self._wait(name, body, 0, (frozenset(), is_asked))
 
-    def _read(self, node: Node) -> tuple[int, int, bool]:
-        found = self._known.get(id(node))
+    def _read(self, node: Node) -> tuple[int, int]:
+        if isinstance(node, Ref):
+            return self.lengths[node.name], self.lengths[node.name]
+        found = self._known.get(id(node)) or self._calling.get(id(node))
         if found is not None:
             return found
         if isinstance(node, CharClass):
-            found = ENDLESS, 0, False
+            found = ENDLESS, 0
             if node.members:
-                found = utf8_length(node.members[0][0]), utf8_length(node.members[-1][1]), False
-        elif isinstance(node, Ref):
-            found = self.lengths[node.name], self.lengths[node.name], True
+                found = utf8_length(node.members[0][0]), utf8_length(node.members[-1][1])
         elif isinstance(node, Repetition):
-            least, longest, calls = self._read(node.body)
-            found = node.least * least, longest + max(node.least - 1, 0) * least, calls
+            least, longest = self._read(node.body)
+            found = node.least * least, longest + max(node.least - 1, 0) * least
         elif isinstance(node, Alternation):
             ways = [way for way in map(self._read, node.ways) if way[0] < ENDLESS]
             found = (
-                min((way[0] for way in ways), default=ENDLESS),
-                max((way[1] for way in ways), default=0),
-                any(self._known[id(way)][2] for way in node.ways),
+                min((least for least, _ in ways), default=ENDLESS),
+                max((longest for _, longest in ways), default=0),
             )
         else:
-            least, longest, calls = 0, 0, False
+            least, longest = 0, 0
             for part in reversed(node.parts):
-                more, inside, called = self._read(part)
+                more, inside = self._known.get(id(part)) or self._read(part)
                 longest, least = max(longest, inside + least), least + more
-                calls |= called
-            found = least, longest, calls
-        found = self._known[id(node)] = min(found[0], ENDLESS), min(found[1], ENDLESS), found[2]
+            found = least, longest
+        found = min(found[0], ENDLESS), min(found[1], ENDLESS)
+        (self._calling if references(node) else self._known)[id(node)] = found
         return found
 
     def _wait(self, name: str, node: Node, behind: int, before: Before) -> None:
         """Note the rules that an expression with such a rest behind it calls."""
-        least, _, calls = self._known[id(node)]
-        if not calls or least + behind >= ENDLESS:
+        if not references(node) or self._read(node)[0] + behind >= ENDLESS:
             return
         if isinstance(node, Ref):
             waits = self.waits[name]
@@ -182,12 +189,12 @@ class _Bounds:
                 befores.append(self._then(befores[-1], part))
             for part, first in zip(reversed(node.parts), befores[-2::-1], strict=True):
                 self._wait(name, part, behind, first)
-                behind += self._known[id(part)][0]
+                behind += self._read(part)[0]
         elif isinstance(node, Alternation):
             for way in node.ways:
                 self._wait(name, way, behind, before)
         elif isinstance(node, Repetition):
-            more = max(node.least - 1, 0) * self._known[id(node.body)][0]
+            more = max(node.least - 1, 0) * self._read(node.body)[0]
             # Others of them may stand before it.
             others = self._then(before, Repetition(node.body, 0, None))
             self._wait(name, node.body, behind + more, others)
@@ -222,4 +229,4 @@ class _Bounds:
 
 def utf8_length(code: int) -> int:
     """Bytes of a character."""
-    return sum(code >= first for first, _ in UTF8_LENGTHS)
+    return bisect_right(_FIRSTS, code)

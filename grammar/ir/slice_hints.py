@@ -15,6 +15,7 @@ from overlap_spec.grammar.automata.regex_ast import (
     Ref,
     Repetition,
     mapped,
+    parts_of,
     references,
 )
 from overlap_spec.grammar.ir.rules import sequence
@@ -38,7 +39,9 @@ def letters_first(node: Node) -> Node:
     found: list[Node] = []
     for part in node.parts:
         head = found[-1] if found else None
-        if isinstance(head, CharClass) and isinstance(part, Repetition):
+        if isinstance(part, CharClass):
+            found.append(part)
+        elif isinstance(head, CharClass) and isinstance(part, Repetition):
             made = _loop_first(head, part)
             found[-1:] = made or [head, part]
         else:
@@ -182,6 +185,13 @@ def _begins_with_a_loop(node: Node) -> bool:
         if not (isinstance(part, CharClass) and part.members[0] == (part.members[-1][1],) * 2):
             return False
     return False
+
+
+def is_free(node: Node) -> bool:
+    """Whether an expression has a loop of most characters."""
+    if isinstance(node, Repetition) and node.most is None:
+        return intersect(_members(node.body), _TEXT) == _TEXT
+    return any(map(is_free, parts_of(node)))
 
 
 def _members(node: Node) -> Ranges:

@@ -34,7 +34,7 @@ class Except:
     heads: Ranges | None = None
 
     @classmethod
-    def of(cls, dfa: Dfa) -> Except | None:
+    def of(cls, dfa: Dfa, any_form: bool = True) -> Except | None:
         """The texts of an automaton as all of a set of characters, which may begin with some of
         it, but some; None if they are not, or if the set is that of all characters, which have
         other written forms too."""
@@ -62,9 +62,11 @@ class Except:
                 texts.append(text)
             for low, high, to in ways:
                 pending += [(to, text + chr(point)) for point in range(low, high + 1)]
+        if any_form and members == ALL:
+            return None
         if heads == members:
-            return None if members == ALL else cls(members, tuple(texts))
-        if members == ALL or union((heads, members)) != members:
+            return cls(members, tuple(texts))
+        if union((heads, members)) != members:
             return None
         last = chr(members[-1][1])
         return None if last in "".join(texts) else cls(members, tuple(texts), heads)

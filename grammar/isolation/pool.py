@@ -28,6 +28,7 @@ from overlap_spec.grammar.isolation.channel import Order, Word
 from overlap_spec.grammar.isolation.jobs import Check, Compile, Job, compile_whole
 from overlap_spec.grammar.isolation.limits import CompileFailure, CompileLimits, Failed
 from overlap_spec.grammar.isolation.server import FIGURES, Setup
+from overlap_spec.grammar.room.trie import token_trie
 
 CAN_ISOLATE = sys.platform == "linux"
 
@@ -198,8 +199,9 @@ class Desk:
             return
         self.loop.add_reader(link.end, self._hear, link)
         if self._backend is not None:
-            # While the server does the same.
+            # While the server does the same; and what the first grammar's room waits for.
             self.loop.call_soon(self._backend.warm)
+            self.loop.call_soon(token_trie, self._backend.vocabulary)
 
     def _look(self) -> None:
         """End a server that is not ready in time, or stopped: it would keep its jobs for ever."""

@@ -228,7 +228,8 @@ class ObjectWriter:
         lone = self._lone(kinds, escape)
         if lone is not None:
             return self.writer.rules.quoted(lone)
-        return self.writer.rules.quoted(dfa.any_of(texts), escape)
+        keys = dfa.any_of(texts)
+        return self.writer.rules.quoted(Except.of(keys, any_form=False) or keys, escape)
 
     def _lone(self, kinds: list[FreeKeys], escape: Escape) -> Node | Except | None:
         """An expression for the keys, if one pattern or one kind of strings is all that they are:

@@ -99,18 +99,20 @@ class TokenTrie:
         self.node_of = np.zeros(len(texts), np.int64)
         self.levels: list[Level] = []
         self.nodes = 1
-        tokens = np.array([i for i, text in enumerate(texts) if text], np.int64)
-        depth = 0
-        while len(tokens):
-            parents = self.node_of[tokens]
-            read = np.array([texts[token][depth] for token in tokens.tolist()], np.int64)
-            pairs, inverse = np.unique(parents * 256 + read, return_inverse=True)
-            self.levels.append((self.nodes, pairs >> 8, pairs & 255))
-            self.node_of[tokens] = self.nodes + inverse
-            self.nodes += len(pairs)
-            depth += 1
-            left = [token for token in tokens.tolist() if len(texts[token]) > depth]
-            tokens = np.array(left, np.int64)
+        # In the order of their texts, those in one node stand together at every depth.
+        order, ordered = self._sorted
+        flat = self._flat = np.frombuffer(b"".join(ordered), np.uint8)
+        lengths = np.fromiter(map(len, ordered), np.int64, len(ordered))
+        starts, nodes = np.cumsum(lengths) - lengths, np.zeros(len(ordered), np.int64)
+        self._starts = starts[lengths > 0]
+        for depth in range(self.longest):
+            longer = np.flatnonzero(lengths > depth)
+            parents, read = nodes[longer], flat[starts[longer] + depth].astype(np.int64)
+            new = np.diff(parents << 8 | read, prepend=-1) != 0
+            self.levels.append((self.nodes, parents[new], read[new]))
+            nodes[longer] = self.nodes - 1 + np.cumsum(new)
+            self.nodes += int(new.sum())
+        self.node_of[order] = nodes
         self.read = np.zeros(self.nodes, np.int32)
         parents = np.full(self.nodes, -1, np.int64)
         for first, before, read in self.levels:
@@ -153,11 +155,9 @@ class TokenTrie:
         """The most bytes out of some that a token has."""
         found = self._most_of.get(chosen)
         if found is None:
-            table, texts = np.zeros(256, np.int64), [*self.by_text]
+            table = np.zeros(256, np.int32)
             table[[*chosen]] = 1
-            starts = np.cumsum([0, *map(len, texts)])
-            counts = np.append(0, np.cumsum(table[np.frombuffer(b"".join(texts), np.uint8)]))
-            most = np.diff(counts[starts]).max(initial=0)
+            most = np.add.reduceat(table[self._flat], self._starts).max(initial=0)
             found = self._most_of[chosen] = int(most)
         return found
 

@@ -37,6 +37,10 @@ def auto() -> Backend:
         (Grammar.regex("[a-z]+"), "xgrammar", "small"),
         (Grammar.choice(["yes", "no"]), "xgrammar", "small"),
         (Grammar.json_schema({"type": "boolean"}), "xgrammar", "small"),
+        (Grammar.json_schema(
+            {"type": "string", "pattern": "^[A-Z]{2}$"}), "xgrammar", "small"),
+        (Grammar.json_schema({"type": "string"}), "llguidance", "strings of any text"),
+        (Grammar.json_object(), "llguidance", "strings of any text"),
         (Grammar.json_schema({"type": "string", "maxLength": 400}), "llguidance", "counts to 400"),
         (Grammar.json_schema(NAMED), "llguidance", "free keys"),
         (Grammar.json_schema(PATTERNED), "llguidance", "of patterns"),

@@ -135,6 +135,27 @@ def test_keys_of_several_kinds(backend: str, free: object, kind: str) -> None:
     assert any(right)
 
 
+@pytest.mark.parametrize("backend", ["llguidance", "xgrammar", "reference"])
+def test_keys_beside_names_and_patterns_have_one_form(backend: str) -> None:
+    """So they are a loop of all characters without the names, which a lexer's slices see."""
+    schema = {
+        "type": "object",
+        "properties": {"image": {"type": "integer"}, "é": {"type": "integer"}},
+        "patternProperties": {"^[.]": {"type": "null"}},
+        "additionalProperties": {"anyOf": [{"type": "string"}, {"$ref": "#"}]},
+    }
+    found = by_bytes(backend).compile(Grammar.json_schema(schema))
+    wanted = {
+        '"image":1': True, '"image":"x"': False, r'"\u0069mage":"x"': False,
+        '".a":null': True, '".a":"x"': False, r'"\u002ea":"x"': False, '".image":null': True,
+        '"imag":"x"': True, '"images":"x"': True, '"":"x"': True, r'"a\nb":"x"': True,
+        '"é":1': True, '"é":"x"': False, r'"\u00e9":"x"': False, '"è":"x"': True,
+    }  # fmt: skip
+    assert {text: takes(found, f"{{{text}}}") for text in wanted} == wanted
+    if backend == "llguidance":
+        assert b"& ~/" in found.serialize()
+
+
 @pytest.mark.parametrize(
     ("pattern", "same"),
     [
