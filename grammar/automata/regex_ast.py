@@ -100,7 +100,8 @@ def references(node: Node) -> frozenset[str]:
     found = kept.get("references")
     if found is None:
         own = (node.name,) if isinstance(node, Ref) else ()
-        found = kept["references"] = _NO_NAMES.union(own, *map(references, parts_of(node)))
+        inside = (references(part) for part in parts_of(node) if not isinstance(part, CharClass))
+        found = kept["references"] = _NO_NAMES.union(own, *inside)
     return found
 
 
