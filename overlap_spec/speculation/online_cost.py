@@ -14,6 +14,8 @@ from overlap_spec.tiers import Budget, RowTimes, Tier
 
 # Steps of one kind whose median time is one observation.
 BLOCK_STEPS = 4
+# Steps over which those of one block may lie.
+RECENT_STEPS = 32
 # Standard deviations of natural logarithms, at least: a block's time around the model's, the
 # machine's load from one block to the next, and each coefficient's own change meanwhile.
 BLOCK_SPREAD, LOAD_SPREAD, DRIFT_SPREAD = 0.04, 0.02, 0.002
@@ -72,9 +74,9 @@ class OnlineCost:
         self._spread = np.diag((vague + spread) ** 2) + FIRST_LOAD_SPREAD**2
         self._noise = np.diag([DRIFT_SPREAD**2] * count) + LOAD_SPREAD**2
         self._scatter, self._load, self._wanders = 0.0, LOAD_SPREAD, False
-        self._block_key: tuple[Tier, bool, int, int] | None = None
-        self._block: list[float] = []
-        self._expected = 0.0
+        self._kind: tuple[Tier, bool, int] | None = None
+        self._blocks: dict[tuple[Tier, bool, int], list[tuple[int, StepShape, float]]] = {}
+        self._steps = 0
 
     def step_ms(self, shape: StepShape, budget: Budget) -> float:
         """A step's time as it is known now."""
@@ -90,21 +92,25 @@ class OnlineCost:
 
     def observe(self, shape: StepShape, budget: Budget, step_ms: float) -> None:
         """Take in one step that came right after another."""
-        key = budget.tier, budget.nodes is not None, shape.batch, shape.grammar_nodes
-        if key != self._block_key:
+        self._steps += 1
+        kind = budget.tier, budget.nodes is not None, shape.batch.bit_length()
+        if kind != self._kind:
             # The first step of a kind may have been recorded, and overlaps with another kind's.
-            self._block_key, self._block, self._wanders = key, [], False
+            self._kind, self._wanders = kind, False
             return
-        if shape.chunk_tokens or not self._block:
-            # Without prefill the steps of a block differ by a few tokens of context alone.
-            self._expected = self._gradient(shape, budget)[0]
-        self._block.append(log(step_ms) - self._expected)
-        if len(self._block) == BLOCK_STEPS:
-            seen = median(self._block)
-            apart = sum(abs(log_ms - seen) for log_ms in self._block) / BLOCK_STEPS
+        # Where answers are short the batch changes all the time: a block goes on when its kind
+        # comes back.
+        block = self._blocks.setdefault(kind, [])
+        if block and self._steps - block[0][0] > RECENT_STEPS:
+            block.clear()
+        block.append((self._steps, shape, log(step_ms)))
+        if len(block) == BLOCK_STEPS:
+            apart_of = [log_ms - self._gradient(each, budget)[0] for _, each, log_ms in block]
+            block.clear()
+            seen = median(apart_of)
+            apart = sum(abs(one - seen) for one in apart_of) / BLOCK_STEPS
             # One slow step in a block is what the median is for, and no sign of a noisy machine.
             self._scatter += SCATTER_ALPHA * (min(apart, 1.0) * TO_STANDARD - self._scatter)
-            self._block = []
             if self._wanders:
                 moved = min(abs(seen), 1.0) * TO_STANDARD
                 self._load += SCATTER_ALPHA * (moved - self._load)

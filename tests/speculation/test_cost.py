@@ -181,6 +181,19 @@ def test_a_ratio_that_nothing_explains_is_the_load() -> None:
     assert ratio(cost, CHAIN, OFF) == pytest.approx(before, rel=0.1)
 
 
+def test_short_answers_tell_what_a_step_costs() -> None:
+    """Of four steps at most alike in a row, of a batch that shrinks as its requests end."""
+    machine, cost = MACHINES["cpu"], OnlineCost(MACHINES["cpu"], 0.1)
+    slow = 1.3
+    for _ in range(8):
+        for batch in (8, 8, 8, 8, 7, 5, 2, 1):
+            shape = shape_of(CHAIN, batch, 100 * batch)
+            cost.observe(shape, CHAIN, slow * machine.step_ms(shape))
+    for batch in (8, 6, 2):
+        shape = shape_of(CHAIN, batch, 100 * batch)
+        assert cost.step_ms(shape, CHAIN) == pytest.approx(slow * machine.step_ms(shape), rel=0.05)
+
+
 def test_nothing_known_is_learnt() -> None:
     """From coefficients in no unit to a machine's, out of three tiers at two batches."""
     machine, rng = MACHINES["cpu"], random.Random(2)
