@@ -68,12 +68,12 @@ class Sizes:
     kv_heads: int | None = None
 
 
-# The shapes of published models, and one of 0.75 billion parameters, with the head sizes that their
-# numbers of heads are for; all are published in bfloat16.
+# Shapes of models that are published in bfloat16, and one of 0.75 billion parameters; head sizes.
 PRESETS = {
     "0.75b": (Sizes(151936, 1024, 24, 4864, 16, 8), 64),
     "llama-3.1-8b": (Sizes(128256, 4096, 32, 14336, 32, 8), 128),
     "llama-3.2-1b": (Sizes(128256, 2048, 16, 8192, 32, 8), 64),
+    "qwen2.5-1.5b": (Sizes(151936, 1536, 28, 8960, 12, 2), 128),
     "qwen2.5-0.5b": (Sizes(151936, 896, 24, 4864, 14, 2), 64),
     "qwen3-8b": (Sizes(151936, 4096, 36, 12288, 32, 8), 128),
 }
