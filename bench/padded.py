@@ -68,7 +68,7 @@ class Sizes:
     kv_heads: int | None = None
 
 
-# Shapes of models that are published in bfloat16, and one of 0.75 billion parameters; head sizes.
+# Sizes and head sizes of models that are published in bfloat16, and of one of 0.75 billion weights.
 PRESETS = {
     "0.75b": (Sizes(151936, 1024, 24, 4864, 16, 8), 64),
     "llama-3.1-8b": (Sizes(128256, 4096, 32, 14336, 32, 8), 128),

@@ -140,7 +140,6 @@ def before(node: Node, rest: Dfa) -> Dfa:
         nfa.spans[nfa.state()] = [(low, high, to + offset) for low, high, to in moves]
     nfa.free[end].append(offset)
     final = {offset + state for state, last in enumerate(rest.final) if last}
-
     closure = cache(nfa.closure)
 
     def moves_of(states: frozenset[int]) -> list[tuple[int, int, frozenset[int]]]:

@@ -33,7 +33,8 @@ with awaiting("transformers"), doing_without("torch"), doing_without("transforme
     import xgrammar as xgr
 
 # A grammar that compiles faster than this is serialised as its text: writing and reading its
-# compiled form takes several times as long. The library releases the GIL while it compiles.
+# compiled form may take longer, 5 s of one that compiles in 0.1. The library releases the GIL while
+# it compiles.
 QUICK_COMPILE_S = 0.25
 SOURCE = b"ebnf\n"
 # Reading a compiled form takes ten times its bytes for a moment, which the allocator would keep.

@@ -166,7 +166,7 @@ class _Bounds:
         else:
             least, longest = 0, 0
             for part in reversed(node.parts):
-                more, inside = self._known.get(id(part)) or self._read(part)
+                more, inside = self._read(part)
                 longest, least = max(longest, inside + least), least + more
             found = least, longest
         found = min(found[0], ENDLESS), min(found[1], ENDLESS)

@@ -36,14 +36,20 @@ class Except:
     @classmethod
     def of(cls, dfa: Dfa, any_form: bool = True) -> Except | None:
         """The texts of an automaton as all of a set of characters, which may begin with some of
-        it, but some; None if they are not, or if the set is that of all characters, which have
-        other written forms too."""
+        it, but some; None if they are not.
+
+        Args:
+            any_form: Whether each character may have any of its written forms: then None, too, if
+                the set is that of all characters, which have several.
+        """
         free = [
             s for s, moves in enumerate(dfa.moves) if dfa.final[s] and list(dfa.targets(s)) == [s]
         ]
         if len(free) != 1 or free == [0]:
             return None
         members = dfa.targets(free[0])[free[0]]
+        if any_form and members == ALL:
+            return None
         heads = union(((low, high),) for low, high, _ in dfa.moves[0])
         texts: list[str] = []
         pending = [(0, "")]
@@ -62,8 +68,6 @@ class Except:
                 texts.append(text)
             for low, high, to in ways:
                 pending += [(to, text + chr(point)) for point in range(low, high + 1)]
-        if any_form and members == ALL:
-            return None
         if heads == members:
             return cls(members, tuple(texts))
         if union((heads, members)) != members:

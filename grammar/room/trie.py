@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from threading import Lock
 
 import numpy as np
@@ -94,15 +94,16 @@ class TokenTrie:
         self._most_of: dict[bytes, int] = {}
         self._lock = Lock()
         self.by_text = frozenset(text for text in texts if text)
-        self.longest = max(map(len, self.by_text), default=0)
         self.size, self.words = vocabulary.size, vocabulary.words
         self.node_of = np.zeros(len(texts), np.int64)
         self.levels: list[Level] = []
         self.nodes = 1
         # In the order of their texts, those in one node stand together at every depth.
-        order, ordered = self._sorted
+        self._order = np.array(sorted(range(len(texts)), key=texts.__getitem__), np.int64)
+        ordered = self._ordered = [texts[token] for token in self._order.tolist()]
         flat = self._flat = np.frombuffer(b"".join(ordered), np.uint8)
         lengths = np.fromiter(map(len, ordered), np.int64, len(ordered))
+        self.longest = int(lengths.max(initial=0))
         starts, nodes = np.cumsum(lengths) - lengths, np.zeros(len(ordered), np.int64)
         self._starts = starts[lengths > 0]
         for depth in range(self.longest):
@@ -112,7 +113,7 @@ class TokenTrie:
             self.levels.append((self.nodes, parents[new], read[new]))
             nodes[longer] = self.nodes - 1 + np.cumsum(new)
             self.nodes += int(new.sum())
-        self.node_of[order] = nodes
+        self.node_of[self._order] = nodes
         self.read = np.zeros(self.nodes, np.int32)
         parents = np.full(self.nodes, -1, np.int64)
         for first, before, read in self.levels:
@@ -172,15 +173,9 @@ class TokenTrie:
 
     def beginning(self, before: bytes) -> npt.NDArray[np.int64]:
         """int64 `(n,)`: the tokens whose texts begin with some bytes."""
-        order, texts = self._sorted
-        first = bisect_left(texts, before)
+        first = bisect_left(self._ordered, before)
         # No byte is above 255.
-        return order[first : bisect_left(texts, before + b"\xff" * self.longest)]
-
-    @cached_property
-    def _sorted(self) -> tuple[npt.NDArray[np.int64], list[bytes]]:
-        order = sorted(range(len(self.texts)), key=self.texts.__getitem__)
-        return np.array(order, np.int64), [self.texts[token] for token in order]
+        return self._order[first : bisect_left(self._ordered, before + b"\xff" * self.longest)]
 
 
 @lru_cache(maxsize=4)

@@ -105,10 +105,10 @@ class OnlineCost:
             block.clear()
         block.append((self._steps, shape, log(step_ms)))
         if len(block) == BLOCK_STEPS:
-            apart_of = [log_ms - self._gradient(each, budget)[0] for _, each, log_ms in block]
+            errors = [log_ms - self._gradient(each, budget)[0] for _, each, log_ms in block]
             block.clear()
-            seen = median(apart_of)
-            apart = sum(abs(one - seen) for one in apart_of) / BLOCK_STEPS
+            seen = median(errors)
+            apart = sum(abs(error - seen) for error in errors) / BLOCK_STEPS
             # One slow step in a block is what the median is for, and no sign of a noisy machine.
             self._scatter += SCATTER_ALPHA * (min(apart, 1.0) * TO_STANDARD - self._scatter)
             if self._wanders:
