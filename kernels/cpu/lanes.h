@@ -90,20 +90,27 @@ inline void store(T* to, Floats x, int64_t count) {
 }
 
 // Not by the compiler's vectors, of which GCC takes each byte by itself.
-inline Floats load_bytes(const uint8_t* from) {
+inline Ints load_bytes(const uint8_t* from) {
 #ifdef __AVX512F__
-  __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
-  __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #endif
-  return __builtin_convertvector((Ints)x, Floats);
 }
 
-inline Floats load_bytes(const uint8_t* from, int64_t count) {
+inline Ints load_bytes(const uint8_t* from, int64_t count) {
   if (count >= LANES) return load_bytes(from);
   uint8_t some[LANES] = {};
   std::memcpy(some, from, count);
   return load_bytes(some);
+}
+
+inline Ints add_bytes(Ints a, Ints b) {
+#ifdef __AVX512F__
+  return (Ints)_mm512_add_epi8((__m512i)a, (__m512i)b);
+#else
+  return (Ints)_mm256_add_epi8((__m256i)a, (__m256i)b);
+#endif
 }
 
 // The lowest bytes of the first `count` integers.

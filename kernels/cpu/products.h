@@ -10,6 +10,7 @@
 #include <ATen/ops/empty.h>
 
 #include <immintrin.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <bit>
@@ -34,8 +35,9 @@ constexpr int REGISTERS = 16, SPARE = 2, MOST_ROWS = 6;
 #endif
 // Blocks of outputs whose part of the weight stays in a core's cache while more rows come.
 constexpr int64_t BLOCKS = 12;
-// Bytes of a packed weight that are fetched ahead, and words that are worth a thread.
-constexpr int64_t AHEAD = 512, GRAIN = 1 << 18;
+// Vectors of a packed weight that are fetched ahead, as long as memory takes to answer, and words
+// that are worth a thread.
+constexpr int64_t AHEAD = 64, GRAIN = 1 << 18;
 
 inline int64_t words(const Tensor& rows) { return rows.size(1) * rows.element_size() / 4; }
 
@@ -43,6 +45,14 @@ inline Ints load_words(const void* from) {
   Ints word;
   std::memcpy(&word, from, sizeof word);
   return word;
+}
+
+// Of B blocks beside each other, of `depth` vectors each: fetch what comes long after vector p of the
+// one at `block`; after its end come the next B.
+template <int B>
+void fetch_ahead(const void* block, int64_t p, int64_t depth) {
+  int64_t next = p + AHEAD + (p + AHEAD < depth ? 0 : (B - 1) * depth);
+  _mm_prefetch(static_cast<const char*>(block) + next * sizeof(Ints), _MM_HINT_T1);
 }
 
 // A kind of product: a packed word is PARTS vectors of numbers, each of which is multiplied by a
@@ -85,9 +95,14 @@ struct Int8 {
   }
 };
 
-// Codes without a sign, twice 4 of them, and a row's bytes with one.
-inline Ints add_codes(Ints sum, Ints first, Ints next, const int32_t* x) {
-  return Int8::add(Int8::add(sum, x[0] - Ints{}, first), x[1] - Ints{}, next);
+// Add the products of bytes without a sign, twice 4 of each sum, and a row's with one.
+template <int B>
+void add_products(Ints (&sums)[B], const Ints (&first)[B], const Ints (&next)[B], const int32_t* x) {
+  Ints here = x[0] - Ints{}, there = x[1] - Ints{};
+#pragma GCC unroll 2
+  for (int b = 0; b < B; ++b) sums[b] = Int8::add(sums[b], here, first[b]);
+#pragma GCC unroll 2
+  for (int b = 0; b < B; ++b) sums[b] = Int8::add(sums[b], there, next[b]);
 }
 #else
 // Two bytes at a time, in 16 bits: the first and the third of a word, then the others.
@@ -100,10 +115,15 @@ struct Int8 {
   static Sum add(Sum sum, Ints weight, Ints x) { return sum + lanes::add_pairs(weight, x); }
 };
 
-inline Ints add_codes(Ints sum, Ints first, Ints next, const int32_t* x) {
-  Shorts pairs = (Shorts)lanes::add_byte_pairs(first, x[0] - Ints{}) +
-                 (Shorts)lanes::add_byte_pairs(next, x[1] - Ints{});
-  return sum + lanes::add_pairs((Ints)pairs, (Ints)(Shorts{} + 1));
+template <int B>
+void add_products(Ints (&sums)[B], const Ints (&first)[B], const Ints (&next)[B], const int32_t* x) {
+  Ints here = x[0] - Ints{}, there = x[1] - Ints{};
+#pragma GCC unroll 2
+  for (int b = 0; b < B; ++b) {
+    Shorts pairs = (Shorts)lanes::add_byte_pairs(first[b], here) +
+                   (Shorts)lanes::add_byte_pairs(next[b], there);
+    sums[b] += lanes::add_pairs((Ints)pairs, (Ints)(Shorts{} + 1));
+  }
 }
 #endif
 
@@ -160,9 +180,9 @@ void tile(const int32_t* x, const int32_t* weight, int64_t depth, int64_t row, i
       Ints here[B];
 #pragma GCC unroll 4
       for (int b = 0; b < B; ++b) {
-        const int32_t* at = weight + (b * depth + p) * LANES;
-        if (!part) _mm_prefetch(reinterpret_cast<const char*>(at) + AHEAD, _MM_HINT_T0);
-        here[b] = Kind::part(load_words(at), part);
+        const int32_t* from = weight + b * depth * LANES;
+        if (!part) fetch_ahead<B>(from, p, depth);
+        here[b] = Kind::part(load_words(from + p * LANES), part);
       }
 #pragma GCC unroll 16
       for (int m = 0; m < M; ++m) {
@@ -226,10 +246,24 @@ void multiply(const Work& work, int64_t m, int64_t blocks, int64_t depth) {
               std::make_integer_sequence<int, MOST_ROWS>());
 }
 
+// Room for a weight, in the largest pages that the system gives: a pass reads all of them, and looks
+// few up.
+inline Tensor room(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  constexpr uintptr_t PAGE = 2 << 20;
+  Tensor made = at::empty(sizes, options);
+  uintptr_t begin = (reinterpret_cast<uintptr_t>(made.data_ptr()) + PAGE - 1) / PAGE * PAGE;
+  uintptr_t end = (reinterpret_cast<uintptr_t>(made.data_ptr()) + made.nbytes()) / PAGE * PAGE;
+  // An advice: where it is not taken pages are small.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  return made;
+}
+
+inline Tensor kept(const Tensor& weight) { return room(weight.sizes(), weight.options()).copy_(weight); }
+
 inline Tensor pack(const Tensor& given) {
   Tensor weight = given.contiguous();
   int64_t n = weight.size(0), depth = words(weight), blocks = (n + LANES - 1) / LANES;
-  Tensor packed = at::empty({blocks, depth, LANES, 4 / given.element_size()}, weight.options());
+  Tensor packed = room({blocks, depth, LANES, 4 / given.element_size()}, weight.options());
   const int32_t* from = data<int32_t>(weight);
   int32_t* to = into<int32_t>(packed);
   ::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
@@ -339,78 +373,105 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
 // A product with a weight of 4 bits (N, K), (code - zero) * scale with a scale and a zero for each
 // group of inputs: codes (N / LANES, K / 8, LANES, 4), of whose bytes the low halves are four inputs
 // and the high halves the next four; scales (N / LANES, groups, LANES) in float32, zeros alike in
-// bytes. `sums` are those of a row's digits in each group.
+// bytes, LEAST at most. `span` groups of a row's digits have a unit.
 struct Int4 {
-  const int32_t* digits;
-  const float *units, *sums;
+  const int32_t *digits, *starts;
+  const float* units;
   const uint8_t *codes, *zeros;
   const float* scales;
-  int64_t groups, words;  // Words: of 8 inputs, in a group.
+  int64_t groups, words, span;  // Words: of 8 inputs, in a group.
   Plain put;
+
+  // What a code is made larger by, less its zero, so that it has no sign: a row's group starts from
+  // as much less.
+  static constexpr int LEAST = 16;
+
+  // Group g of M rows with B blocks of outputs.
+  template <int M, int B>
+  void add(Floats (&sums)[M][B], int64_t row, int64_t block, int64_t g) const {
+    const int64_t depth = groups * words;
+    Ints found[M][B], more[B];
+    for (int b = 0; b < B; ++b) {
+      int64_t at = ((block + b) * groups + g) * LANES;
+      int64_t next = at + (2 + (g + 2 < groups ? 0 : (B - 1) * groups)) * LANES;
+      _mm_prefetch(reinterpret_cast<const char*>(scales + next), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(zeros + next), _MM_HINT_T0);
+      more[b] = (LEAST - lanes::load_bytes(zeros + at)) * 0x01010101;
+    }
+    for (int m = 0; m < M; ++m)
+      for (int b = 0; b < B; ++b) found[m][b] = starts[(row + m) * groups + g] - Ints{};
+    for (int64_t p = g * words; p < (g + 1) * words; ++p) {
+      Ints low[B], high[B];
+#pragma GCC unroll 2
+      for (int b = 0; b < B; ++b) {
+        const uint8_t* from = codes + (block + b) * depth * 4 * LANES;
+        fetch_ahead<B>(from, p, depth);
+        Ints both = load_words(from + p * 4 * LANES);
+        low[b] = lanes::add_bytes(both & 0x0f0f0f0f, more[b]);
+        high[b] = lanes::add_bytes(both >> 4 & 0x0f0f0f0f, more[b]);
+      }
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m)
+        add_products<B>(found[m], low, high, digits + 2 * ((row + m) * depth + p));
+    }
+    for (int b = 0; b < B; ++b) {
+      int64_t at = ((block + b) * groups + g) * LANES;
+      Floats scale = lanes::load(scales + at);
+      for (int m = 0; m < M; ++m) sums[m][b] += __builtin_convertvector(found[m][b], Floats) * scale;
+    }
+  }
 
   template <int M, int B>
   void tile(int64_t row, int64_t block) const {
-    Floats totals[B][M] = {};
-    for (int64_t g = 0; g < groups; ++g) {
-      Ints found[B][M] = {};
-      for (int64_t p = g * words; p < (g + 1) * words; ++p) {
-#pragma GCC unroll 4
-        for (int b = 0; b < B; ++b) {
-          const uint8_t* at = codes + ((block + b) * groups * words + p) * 4 * LANES;
-          _mm_prefetch(reinterpret_cast<const char*>(at) + AHEAD, _MM_HINT_T0);
-          Ints both = load_words(at), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
-#pragma GCC unroll 16
-          for (int m = 0; m < M; ++m)
-            found[b][m] = add_codes(found[b][m], low, high,
-                                    digits + 2 * ((row + m) * groups * words + p));
-        }
-      }
-      for (int b = 0; b < B; ++b) {
-        int64_t at = ((block + b) * groups + g) * LANES;
-        Floats scale = lanes::load(scales + at), zero = lanes::load_bytes(zeros + at);
-        for (int m = 0; m < M; ++m) {
-          int64_t of = (row + m) * groups + g;
-          Floats sum = __builtin_convertvector(found[b][m], Floats) - zero * sums[of];
-          totals[b][m] += sum * (scale * units[of]);
-        }
-      }
+    Floats totals[M][B] = {};
+    for (int64_t g = 0; g < groups; g += span) {
+      Floats sums[M][B] = {};
+      for (int64_t i = 0; i < span; ++i) add<M, B>(sums, row, block, g + i);
+      for (int m = 0; m < M; ++m)
+        for (int b = 0; b < B; ++b) totals[m][b] += sums[m][b] * units[((row + m) * groups + g) / span];
     }
     for (int b = 0; b < B; ++b) {
       int64_t column = (block + b) * LANES;
       for (int m = 0; m < M; ++m)
-        put.put(row + m, column, std::min(put.n - column, LANES), totals[b][m]);
+        put.put(row + m, column, std::min(put.n - column, LANES), totals[m][b]);
     }
   }
 
   template <int M>
   void strip(int64_t row, int64_t block, int64_t end) const {
-    constexpr int SUMS = 3 * REGISTERS / 8;
-    constexpr int B = 4 * M <= SUMS ? 4 : 2 * M <= SUMS ? 2 : 1;
+    // With room for what a word is made into.
+    constexpr int B = 2 * M <= REGISTERS / 2 - 2 ? 2 : 1;
     for (; block + B <= end; block += B) tile<M, B>(row, block);
     for (; block < end; ++block) tile<M, 1>(row, block);
   }
 };
 
+// Inputs whose digits have a unit, at most.
+constexpr int64_t SPAN = 256;
+
 Tensor int4_product(const Tensor& given, const Tensor& codes, const Tensor& scales,
                     const Tensor& zeros, const std::optional<Tensor>& bias, int64_t n) {
   TORCH_CHECK(given.size(1) == 8 * codes.size(1), "x: as many columns as the weight");
   Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
-  int64_t groups = scales.size(1), depth = codes.size(1);
-  Digits digits(x, groups);
-  std::vector<float> sums(digits.units.size());
-  for (size_t at = 0, size = depth * 8 / groups; at < sums.size(); ++at) {
+  int64_t groups = scales.size(1), words = codes.size(1) / groups, size = 8 * words;
+  int64_t span = std::clamp<int64_t>(SPAN / size, 1, groups);
+  while (groups % span) --span;
+  Digits digits(x, groups / span);
+  std::vector<int32_t> starts(x.size(0) * groups);
+  for (size_t at = 0; at < starts.size(); ++at) {
+    uint8_t* bytes = digits.bytes.data() + at * size;
     int32_t sum = 0;
-    for (size_t i = at * size; i < (at + 1) * size; ++i) {
+    for (int64_t i = 0; i < size; ++i) {
       // With a sign, where those of int8 may have none.
-      digits.bytes[i] ^= 0x80;
-      sum += static_cast<int8_t>(digits.bytes[i]);
+      bytes[i] ^= 0x80;
+      sum += static_cast<int8_t>(bytes[i]);
     }
-    sums[at] = static_cast<float>(sum);
+    starts[at] = -Int4::LEAST * sum;
   }
-  Int4 work{reinterpret_cast<const int32_t*>(digits.bytes.data()), digits.units.data(), sums.data(),
-            data<uint8_t>(codes), data<uint8_t>(zeros), data<float>(scales), groups,
-            depth / groups, {written(out, bias), n}};
-  multiply(work, x.size(0), codes.size(0), depth);
+  Int4 work{reinterpret_cast<const int32_t*>(digits.bytes.data()), starts.data(), digits.units.data(),
+            data<uint8_t>(codes), data<uint8_t>(zeros), data<float>(scales), groups, words, span,
+            {written(out, bias), n}};
+  multiply(work, x.size(0), codes.size(0), groups * words);
   return out;
 }
 

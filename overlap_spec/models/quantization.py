@@ -13,7 +13,7 @@ many as a verify has, it was slower than the packed bfloat16 product.
 
 In int4 a row has a scale and a zero for each group of its inputs, as checkpoints of GPTQ, AWQ and
 compressed-tensors have them, which are computed with as they are. What a layer reads is rounded to
-8 bits in the same groups.
+8 bits, each 256 inputs or fewer by a scale of their own, as llama.cpp rounds them.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -173,7 +173,7 @@ class Int4Linear(nn.Module):
 
     Of L lanes, ``codes`` is uint8 ``(N / L, K / 8, L, 4)``: of a byte the low half is one of four
     inputs, the high half one of the next four; ``scales`` float32 and ``zeros`` uint8
-    ``(N / L, groups, L)``.
+    ``(N / L, groups, L)``, a zero 16 at most.
     """
 
     codes: Tensor
@@ -188,12 +188,11 @@ class Int4Linear(nn.Module):
         # (N / lanes, lanes, K / 8, 2, 4)
         codes = F.pad(grid.codes, (0, 0, 0, more)).view(-1, lanes, self.in_features // 8, 2, 4)
         both = codes[..., 0, :] | codes[..., 1, :] << 4
-        held = {"codes": both.transpose(1, 2).contiguous()}
+        held = {"codes": both}
         for name in ("scales", "zeros"):
-            part = F.pad(getattr(grid, name), (0, 0, 0, more)).unflatten(0, (-1, lanes))
-            held[name] = part.transpose(1, 2).contiguous()
+            held[name] = F.pad(getattr(grid, name), (0, 0, 0, more)).unflatten(0, (-1, lanes))
         for name, part in held.items():
-            self.register_buffer(name, part, persistent=False)
+            self.register_buffer(name, cpu.kept(part.transpose(1, 2)), persistent=False)
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
