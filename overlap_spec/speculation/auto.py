@@ -21,7 +21,7 @@ import numpy as np
 from overlap_spec.speculation import cost as costs
 from overlap_spec.speculation.cost import CostModel, Vector
 from overlap_spec.speculation.memory import Memory
-from overlap_spec.speculation.online_cost import BLOCK_STEPS, OnlineCost
+from overlap_spec.speculation.online_cost import OnlineCost
 from overlap_spec.speculation.policy import (
     LengthPolicy,
     StepOutcome,
@@ -36,8 +36,8 @@ MARGIN = 0.02
 # Share of their spread by which worlds are drawn. With all of it half of the time would go to tiers
 # that are worse by a spread, in the hope of many more steps than one kind of text lasts.
 HOPE = 0.4
-# Verifies between two decisions: one block of times, and the step before it.
-STRIDE = BLOCK_STEPS + 1
+# Verifies between two decisions: the first of a tier tells no time.
+STRIDE = 2
 # Share of all time that recordings for a tier may take.
 RECORD_SHARE = 0.1
 

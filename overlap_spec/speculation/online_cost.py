@@ -5,28 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, log
-from statistics import median
 
 import numpy as np
 
 from overlap_spec.speculation.cost import CostModel, StepShape, Vector
 from overlap_spec.tiers import Budget, RowTimes, Tier
 
-# Steps of one kind whose median time is one observation.
-BLOCK_STEPS = 4
-# Steps over which those of one block may lie.
-RECENT_STEPS = 32
-# Standard deviations of natural logarithms, at least: a block's time around the model's, the
-# machine's load from one block to the next, and each coefficient's own change meanwhile.
-BLOCK_SPREAD, LOAD_SPREAD, DRIFT_SPREAD = 0.04, 0.02, 0.002
+# Standard deviations of natural logarithms, at least: a step's time around the model's, the
+# machine's load from one step to the next, and each coefficient's own change meanwhile.
+STEP_SPREAD, LOAD_SPREAD, DRIFT_SPREAD = 0.06, 0.01, 0.001
 # The load's at first, since what was measured was measured under another one; and of a tier's own
-# deviation from one block to the next, so that what was found once is looked at again.
-FIRST_LOAD_SPREAD, OFFSET_DRIFT_SPREAD = 0.5, 0.005
-# The same as a share of that of the steps within blocks, where these vary more.
-BLOCK_SHARE = 0.6
-# Weight of a block in what is known of that and of the load; a mean absolute deviation's factor to
-# a standard one.
-SCATTER_ALPHA, TO_STANDARD = 0.1, 1.25
+# deviation from one step to the next, so that what was found once is looked at again.
+FIRST_LOAD_SPREAD, OFFSET_DRIFT_SPREAD = 0.5, 0.0025
+# Weight of a step in what is known of how much steps vary; a mean absolute deviation's factor to a
+# standard one.
+SCATTER_ALPHA, TO_STANDARD = 0.02, 1.25
 # A tier's own deviation from the straight lines, as a share of the coefficients' at first, and at
 # most.
 OFFSET_SHARE, OFFSET_MOST = 0.3, 0.15
@@ -63,7 +56,7 @@ class OnlineCost:
     """
 
     def __init__(self, model: CostModel, spread: float) -> None:
-        self.start, self._knee, self.blocks = model, model.knee_nodes, 0
+        self.start, self._knee, self.steps = model, model.knee_nodes, 0
         least = FLOOR * (model.step_ms(StepShape(1, 256, 0, 1, 1)) or 1.0)
         known = [(getattr(model, name), part) for name, (part, _) in COEFFICIENTS.items()]
         self._log = np.array([log(max(value, least / part)) for value, part in known])
@@ -73,10 +66,8 @@ class OnlineCost:
         vague = np.array([vague for _, vague in COEFFICIENTS.values()])
         self._spread = np.diag((vague + spread) ** 2) + FIRST_LOAD_SPREAD**2
         self._noise = np.diag([DRIFT_SPREAD**2] * count) + LOAD_SPREAD**2
-        self._scatter, self._load, self._wanders = 0.0, LOAD_SPREAD, False
+        self._scatter = 0.0
         self._kind: tuple[Tier, bool, int] | None = None
-        self._blocks: dict[tuple[Tier, bool, int], list[tuple[int, StepShape, float]]] = {}
-        self._steps = 0
 
     def step_ms(self, shape: StepShape, budget: Budget) -> float:
         """A step's time as it is known now."""
@@ -92,30 +83,13 @@ class OnlineCost:
 
     def observe(self, shape: StepShape, budget: Budget, step_ms: float) -> None:
         """Take in one step that came right after another."""
-        self._steps += 1
         kind = budget.tier, budget.nodes is not None, shape.batch.bit_length()
         if kind != self._kind:
             # The first step of a kind may have been recorded, and overlaps with another kind's.
-            self._kind, self._wanders = kind, False
+            self._kind = kind
             return
-        # Where answers are short the batch changes all the time: a block goes on when its kind
-        # comes back.
-        block = self._blocks.setdefault(kind, [])
-        if block and self._steps - block[0][0] > RECENT_STEPS:
-            block.clear()
-        block.append((self._steps, shape, log(step_ms)))
-        if len(block) == BLOCK_STEPS:
-            errors = [log_ms - self._gradient(each, budget)[0] for _, each, log_ms in block]
-            block.clear()
-            seen = median(errors)
-            apart = sum(abs(error - seen) for error in errors) / BLOCK_STEPS
-            # One slow step in a block is what the median is for, and no sign of a noisy machine.
-            self._scatter += SCATTER_ALPHA * (min(apart, 1.0) * TO_STANDARD - self._scatter)
-            if self._wanders:
-                moved = min(abs(seen), 1.0) * TO_STANDARD
-                self._load += SCATTER_ALPHA * (moved - self._load)
-            self._wanders = True
-            self._update(self._gradient(shape, budget)[1], seen)
+        log_ms, at = self._gradient(shape, budget)
+        self._update(at, log(step_ms) - log_ms)
 
     def row_times(self) -> RowTimes:
         """What a verified row takes, as it is known now."""
@@ -128,16 +102,15 @@ class OnlineCost:
         numbers = dict(zip(COEFFICIENTS, known, strict=True))
         if not self._knee:
             numbers["knee_node"] = 0.0
-        source = self.start.source + (", refitted" if self.blocks else "")
+        source = self.start.source + (", refitted" if self.steps else "")
         return replace(self.start, **numbers, source=source, tiers=())
 
     def _update(self, at: Vector, seen: float) -> None:
         self._spread += self._noise
         first = self._first_offset
-        self._spread[:first, :first] += max(0.0, self._load**2 - LOAD_SPREAD**2)
-        block = max(BLOCK_SPREAD, BLOCK_SHARE * self._scatter)
         toward = self._spread @ at
-        variance = float(at @ toward) + block**2
+        noise = max(STEP_SPREAD, self._scatter) ** 2
+        variance = float(at @ toward) + noise
         if seen**2 > CREDIBLE**2 * variance:
             # The coefficients' shares of a step add up to one: they take it all together.
             self._spread[:first, :first] += seen**2
@@ -145,7 +118,8 @@ class OnlineCost:
             variance += seen**2
         self._log += toward * (seen / variance)
         self._spread -= np.outer(toward, toward) / variance
-        self.blocks += 1
+        self._scatter += SCATTER_ALPHA * (min(abs(seen), 1.0) * TO_STANDARD - self._scatter)
+        self.steps += 1
 
     def _gradient(self, shape: StepShape, budget: Budget) -> tuple[float, Vector]:
         """Logarithm of a step's time, and its derivatives."""
