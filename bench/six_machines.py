@@ -8,7 +8,7 @@ texts at batches of 1 to 64, in an order drawn by the seed, with nothing between
 requests: that is how text, batch and grammar change in a server. Requests differ around their text.
 The policy is told coin flips and noisy times; what it comes to, and what each fixed tier would come
 to over the same requests, is told in expectation. ``--at-once``: requests come with the start, when
-three points are all that was measured.
+four points are all that was measured.
 
 Fields of the last line, beside those of every record (``bench.common``):
     machines: Name → ``worst``, ``mean``, ``whole`` (of the best fixed tier's rate: the least phase,
@@ -222,7 +222,7 @@ def calibrate(policy: LengthPolicy, times: Times, rng: Random, at_once: bool) ->
     """Tell a policy that weighs costs what a start measures."""
     launch = Tier(5, 1, 6)
     if policy.weighs_cost and at_once:
-        found = times.measured(startup_points(launch, policy.tiers), rng)
+        found = times.measured(startup_points(launch, policy.tiers, max(BATCHES)), rng)
         policy.calibrate(*startup_fit([*found]))
     elif policy.weighs_cost:
         points = tier_points(policy.tiers, launch, max(BATCHES))[:POINTS]

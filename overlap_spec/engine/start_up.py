@@ -35,9 +35,9 @@ from overlap_spec.worker.worker import Worker
 log = logging.getLogger(__name__)
 
 # Batches that a fit at start-up measures the launch tier at, since without them a row's cost is not
-# known; and more, as far as a share of the load time goes, in seconds at least and at most. How
-# many points are enough.
-STARTUP_BATCHES, STARTUP_MORE_BATCHES = (1, 4), (2, 3, 8, 16)
+# known, the last one where so many run; and more, as far as a share of the load time goes, in
+# seconds at least and at most. How many points are enough.
+STARTUP_BATCHES, STARTUP_MORE_BATCHES = (1, 4, 8), (2, 3, 16)
 STARTUP_SHARE, STARTUP_LEAST_S, STARTUP_MOST_S = 0.2, 0.1, 2.0
 ENOUGH_POINTS = 4
 # Batches that all tiers are measured at when they have been recorded, and seconds for it.
@@ -111,7 +111,7 @@ def cost_model(
     try:
         rows = config.max_running_requests
         more = [Point(launch, batch) for batch in STARTUP_MORE_BATCHES if batch <= rows]
-        points = startup_points(launch, tiers)
+        points = startup_points(launch, tiers, rows)
         times = measure(worker, points, math.inf)
         limit_s = min(max(STARTUP_SHARE * load_s, STARTUP_LEAST_S), STARTUP_MOST_S)
         # Again: what a machine does besides lasts, and should slow no point more than another.
@@ -158,11 +158,12 @@ def tier_points(tiers: Sequence[Tier], launch: Tier, rows: int) -> list[Point]:
     return list(dict.fromkeys(points))
 
 
-def startup_points(launch: Tier, tiers: Sequence[Tier]) -> list[Point]:
-    """What is measured at every start: the launch tier, whose recording is good for all batches on
-    a CPU; and the shallowest, as reading the weights bounds a pass over few rows, and larger ones
-    tell nothing of that."""
-    points = [Point(launch, batch) for batch in STARTUP_BATCHES]
+def startup_points(launch: Tier, tiers: Sequence[Tier], rows: int) -> list[Point]:
+    """What is measured at every start of an engine of ``rows`` requests: the launch tier, whose
+    recording is good for all batches on a CPU; and the shallowest, as reading the weights bounds a
+    pass over few rows, and larger ones tell nothing of that."""
+    most = max(rows, STARTUP_BATCHES[1])
+    points = [Point(launch, batch) for batch in STARTUP_BATCHES if batch <= most]
     return [*points, Point(min(tiers, key=lambda tier: tier.steps), 1)]
 
 

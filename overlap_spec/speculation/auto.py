@@ -36,8 +36,9 @@ MARGIN = 0.02
 # Share of their spread by which worlds are drawn. With all of it half of the time would go to tiers
 # that are worse by a spread, in the hope of many more steps than one kind of text lasts.
 HOPE = 0.4
-# Verifies between two decisions: the first of a tier tells no time.
-STRIDE = 2
+# Verifies between two decisions at most; how many is drawn, lest a kind of text that comes in every
+# second one decides for the other.
+STRIDE = 3
 # Share of all time that recordings for a tier may take.
 RECORD_SHARE = 0.1
 
@@ -194,7 +195,7 @@ class AutoPolicy(LengthPolicy):
             for tier, gain in zip(self.tiers, gains, strict=True)
         ]
         now = int(np.where(pays, maybe, -np.inf).argmax())
-        slot.left, slot.behind = STRIDE, 1 - exp(gains[now] - gains[pays].max())
+        slot.left, slot.behind = 1 + int(self._rng.integers(STRIDE)), 1 - exp(gains[now] - gains[pays].max())
         if now != before:
             said = f"gains {gains[now]:.1%} over" if gains[now] > 0 else "may gain over"
             slot.tier, slot.reason = self.tiers[now], f"{said} {_name(slot.tier)}"

@@ -305,7 +305,7 @@ def test_what_a_start_measures_tells_a_pass_over_few_rows() -> None:
             machine.draft_ms(point.batch, point.tier.steps, 1, 0),
             machine.verify_ms(point.batch * point.tier.nodes, 0),
         )
-        for point in startup_points(chain, (off, chain))
+        for point in startup_points(chain, (off, chain), 4)
     ]
     model, _ = startup_fit(times)
     for rows in (1, 2, 3, 4, 6, 8, 24):
