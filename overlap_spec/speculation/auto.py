@@ -195,7 +195,8 @@ class AutoPolicy(LengthPolicy):
             for tier, gain in zip(self.tiers, gains, strict=True)
         ]
         now = int(np.where(pays, maybe, -np.inf).argmax())
-        slot.left, slot.behind = 1 + int(self._rng.integers(STRIDE)), 1 - exp(gains[now] - gains[pays].max())
+        slot.left = 1 + int(self._rng.integers(STRIDE))
+        slot.behind = 1 - exp(gains[now] - gains[pays].max())
         if now != before:
             said = f"gains {gains[now]:.1%} over" if gains[now] > 0 else "may gain over"
             slot.tier, slot.reason = self.tiers[now], f"{said} {_name(slot.tier)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import exp, log
+from math import log
 
 import numpy as np
 
@@ -48,8 +48,8 @@ class OnlineCost:
     and of each tier's own deviation from the straight lines, at each power of 2 of the batch. A
     machine's load multiplies all coefficients alike: that is where the process noise lies, so a
     slower machine says little of what one tier costs over another, and a switch between them a
-    lot. Observations are medians of blocks of steps. How much the load changes is learnt from
-    blocks of one kind that follow each other; what no deviation explains is mostly the load's.
+    lot. How much steps vary is learnt from what was not foretold of them; what no deviation
+    explains is mostly the load's.
 
     Args:
         spread: Standard deviation of each coefficient's logarithm at first, around ``model``.
@@ -71,15 +71,12 @@ class OnlineCost:
 
     def step_ms(self, shape: StepShape, budget: Budget) -> float:
         """A step's time as it is known now."""
-        return float(exp(self._gradient(shape, budget)[0]))
+        return float(np.exp(self._gradients([(shape, budget)])[0][0]))
 
     def compare(self, asked: Sequence[tuple[StepShape, Budget]]) -> tuple[Vector, Vector]:
         """The logarithms of several steps' times, and their covariance."""
-        found = [self._gradient(*each) for each in asked]
-        at = np.zeros((len(asked), len(self._log)))
-        for row, (_, gradient) in enumerate(found):
-            at[row, : len(gradient)] = gradient
-        return np.array([log_ms for log_ms, _ in found]), at @ self._spread @ at.T
+        log_ms, at = self._gradients(asked)
+        return log_ms, at @ self._spread @ at.T
 
     def observe(self, shape: StepShape, budget: Budget, step_ms: float) -> None:
         """Take in one step that came right after another."""
@@ -88,8 +85,8 @@ class OnlineCost:
             # The first step of a kind may have been recorded, and overlaps with another kind's.
             self._kind = kind
             return
-        log_ms, at = self._gradient(shape, budget)
-        self._update(at, log(step_ms) - log_ms)
+        (log_ms,), (at,) = self._gradients([(shape, budget)])
+        self._update(at, log(step_ms) - float(log_ms))
 
     def row_times(self) -> RowTimes:
         """What a verified row takes, as it is known now."""
@@ -121,15 +118,14 @@ class OnlineCost:
         self._scatter += SCATTER_ALPHA * (min(abs(seen), 1.0) * TO_STANDARD - self._scatter)
         self.steps += 1
 
-    def _gradient(self, shape: StepShape, budget: Budget) -> tuple[float, Vector]:
-        """Logarithm of a step's time, and its derivatives."""
-        first, offset = self._first_offset, self._offset(shape, budget)
-        parts = np.exp(self._log[:first]) * self._counts(shape)
-        total = float(parts.sum())
-        at = np.zeros(len(self._log))
-        at[:first] = parts / total
-        at[offset] = 1.0
-        return log(total) + float(self._log[offset]), at
+    def _gradients(self, asked: Sequence[tuple[StepShape, Budget]]) -> tuple[Vector, Vector]:
+        """Logarithms of steps' times, ``(steps,)``, and their derivatives, a row each."""
+        first, offsets = self._first_offset, [self._offset(*each) for each in asked]
+        parts = np.exp(self._log[:first]) * [self._counts(shape) for shape, _ in asked]
+        totals, at = parts.sum(1), np.zeros((len(asked), len(self._log)))
+        at[:, :first] = parts / totals[:, None]
+        at[range(len(asked)), offsets] = 1.0
+        return np.log(totals) + self._log[offsets], at
 
     def _counts(self, shape: StepShape) -> tuple[float, ...]:
         """How often a step has what each coefficient is the time of."""
