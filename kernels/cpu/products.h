@@ -373,7 +373,7 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
 // A product with a weight of 4 bits (N, K), (code - zero) * scale with a scale and a zero for each
 // group of inputs: codes (N / LANES, K / 8, LANES, 4), of whose bytes the low halves are four inputs
 // and the high halves the next four; scales (N / LANES, groups, LANES) in float32, zeros alike in
-// bytes, LEAST at most. `span` groups of a row's digits have a unit.
+// bytes, MOST_ZERO at most. `span` groups of a row's digits have a unit.
 struct Int4 {
   const int32_t *digits, *starts;
   const float* units;
@@ -382,9 +382,9 @@ struct Int4 {
   int64_t groups, words, span;  // Words: of 8 inputs, in a group.
   Plain put;
 
-  // What a code is made larger by, less its zero, so that it has no sign: a row's group starts from
-  // as much less.
-  static constexpr int LEAST = 16;
+  // A code is made larger by so much less its zero, so that it has no sign, and a row's group starts
+  // from as much less.
+  static constexpr int MOST_ZERO = 16;
 
   // Group g of M rows with B blocks of outputs.
   template <int M, int B>
@@ -396,7 +396,7 @@ struct Int4 {
       int64_t next = at + (2 + (g + 2 < groups ? 0 : (B - 1) * groups)) * LANES;
       _mm_prefetch(reinterpret_cast<const char*>(scales + next), _MM_HINT_T0);
       _mm_prefetch(reinterpret_cast<const char*>(zeros + next), _MM_HINT_T0);
-      more[b] = (LEAST - lanes::load_bytes(zeros + at)) * 0x01010101;
+      more[b] = (MOST_ZERO - lanes::load_bytes(zeros + at)) * 0x01010101;
     }
     for (int m = 0; m < M; ++m)
       for (int b = 0; b < B; ++b) found[m][b] = starts[(row + m) * groups + g] - Ints{};
@@ -466,7 +466,7 @@ Tensor int4_product(const Tensor& given, const Tensor& codes, const Tensor& scal
       bytes[i] ^= 0x80;
       sum += static_cast<int8_t>(bytes[i]);
     }
-    starts[at] = -Int4::LEAST * sum;
+    starts[at] = -Int4::MOST_ZERO * sum;
   }
   Int4 work{reinterpret_cast<const int32_t*>(digits.bytes.data()), starts.data(), digits.units.data(),
             data<uint8_t>(codes), data<uint8_t>(zeros), data<float>(scales), groups, words, span,

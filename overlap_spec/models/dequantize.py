@@ -112,7 +112,8 @@ class Grid(NamedTuple):
     """A matrix ``(N, K)`` of whole numbers: ``(codes - zero) * scale``, with a scale and a zero for
     each group of inputs that follow one another.
 
-    ``codes`` uint8 ``(N, K)``, 0 to 15; ``scales`` float32 and ``zeros`` uint8 ``(N, groups)``.
+    ``codes`` uint8 ``(N, K)``, 0 to 15; of each group ``(N, groups)``, ``scales`` float32 and
+    ``zeros`` uint8, 0 to 16.
     """
 
     codes: Tensor

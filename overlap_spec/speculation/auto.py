@@ -190,9 +190,9 @@ class AutoPolicy(LengthPolicy):
         # A tier's recordings are there, or are worth their time: who has come so far is taken to go
         # on as long again.
         pays = [
-            (tier.steps > 0 or self.count > 0 or tier == slot.tier)
+            (tier.steps > 0 or self.count > 0 or n == before)
             and self._wait_ms(tier) <= max(gain, RECORD_SHARE) * self._all_ms
-            for tier, gain in zip(self.tiers, gains, strict=True)
+            for n, (tier, gain) in enumerate(zip(self.tiers, gains.tolist(), strict=True))
         ]
         now = int(np.where(pays, maybe, -np.inf).argmax())
         slot.left = 1 + int(self._rng.integers(STRIDE))
