@@ -32,7 +32,7 @@ from overlap_spec.speculation.policy import (
 from overlap_spec.tiers import Budget, Tier
 
 # Gain that a move must promise: below it lies what no clock tells.
-MARGIN = 0.02
+MARGIN = 0.03
 # Share of their spread by which worlds are drawn. With all of it half of the time would go to tiers
 # that are worse by a spread, in the hope of many more steps than one kind of text lasts.
 HOPE = 0.4
