@@ -82,7 +82,7 @@ def wants_references() -> bool:
 
 def has_native_products() -> bool:
     """Whether products are the native ones, not the references' and not oneDNN's."""
-    return not wants_references() and cpu.multiplies()
+    return not wants_references() and cpu.native()
 
 
 def operation(reference: Callable[P, R]) -> Callable[P, R]:

@@ -69,7 +69,7 @@ def _device() -> list[Finding]:
         ("memory", memory(MEMORY), True),
     ]
     if not torch.cuda.is_available():
-        kernels = "native layers" + (" and products" if cpu.multiplies() else "")
+        kernels = "native layers and products"
         if not cpu.native():
             kernels = "torch's: g++ 12 or newer (or $CXX) would compile quicker ones"
         return [*found, ("device", "cpu (no CUDA device)", True), ("kernels", kernels, True)]

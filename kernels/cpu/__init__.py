@@ -3,8 +3,7 @@ and products of a few rows, whose time is that of reading the weight.
 
 The files beside this one are compiled once a machine, for its processor, when they are first wanted
 (some 20 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where there is no
-compiler torch's own operations run instead. So do oneDNN's products where the processor has AMX,
-whose tiles multiply the many rows of a prompt faster.
+compiler torch's own operations run instead.
 """
 
 from __future__ import annotations
@@ -37,11 +36,6 @@ HEADERS = ("include", "include/torch/csrc/api/include")
 BUILD_S = 300
 # Of the first tensor that an operation gets; of other types the references compute.
 DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.int64)
-
-
-def multiplies() -> bool:
-    """Whether this machine also multiplies by the native products."""
-    return "amx_tile" not in _processor() and native()
 
 
 def lanes() -> int:

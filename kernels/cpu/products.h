@@ -22,6 +22,7 @@
 
 #include "lanes.h"
 #include "tensors.h"
+#include "tiles.h"
 
 namespace products {
 
@@ -207,43 +208,143 @@ constexpr int side_by_side() {
   return 1;
 }
 
+// A strip of rows from `row` on: each number of them has its own code.
+template <typename Work, int... LESS>
+void by_rows(const Work& work, int64_t row, int64_t rows, int64_t block, int64_t end,
+             std::integer_sequence<int, LESS...>) {
+  using Strip = void (Work::*)(int64_t, int64_t, int64_t) const;
+  constexpr Strip STRIPS[] = {&Work::template strip_of<LESS + 1>...};
+  (work.*STRIPS[rows - 1])(row, block, end);
+}
+
 template <typename Kind, typename Put>
 struct Product {
   const int32_t *x, *weight;
   int64_t depth;
   Put put;
 
+  static int64_t most(int64_t) { return MOST_ROWS; }
+
   template <int M>
-  void strip(int64_t row, int64_t block, int64_t end) const {
+  void strip_of(int64_t row, int64_t block, int64_t end) const {
     constexpr int B = side_by_side<M>();
     const int32_t* from = x + row * depth * Kind::PARTS;
     for (; block + B <= end; block += B)
       tile<Kind, M, B>(from, weight, depth, row, block, put);
     for (; block < end; ++block) tile<Kind, M, 1>(from, weight, depth, row, block, put);
   }
+
+  void strip(int64_t row, int64_t rows, int64_t block, int64_t end) const {
+    by_rows(*this, row, rows, block, end, std::make_integer_sequence<int, MOST_ROWS>());
+  }
 };
 
-template <typename Work, int... LESS>
-void in_strips(const Work& work, int64_t m, int64_t blocks, int64_t grain,
-               std::integer_sequence<int, LESS...>) {
-  using Strip = void (Work::*)(int64_t, int64_t, int64_t) const;
-  constexpr Strip STRIPS[] = {&Work::template strip<LESS + 1>...};
-  int64_t parts = (m + MOST_ROWS - 1) / MOST_ROWS, rows = (m + parts - 1) / parts;
-  // In fours, as many as are multiplied beside each other.
-  ::parallel_for(0, (blocks + 3) / 4, std::max<int64_t>(1, grain / 4), [&](int64_t begin, int64_t end) {
-    int64_t last = std::min(4 * end, blocks);
-    for (int64_t block = 4 * begin; block < last; block += BLOCKS)
-      for (int64_t row = 0; row < m; row += rows)
-        (work.*STRIPS[std::min(rows, m - row) - 1])(row, block, std::min(block + BLOCKS, last));
-  });
-}
+#ifdef HAS_TILES
+// The same by tiles, of depths that fill them.
+template <typename Kind, typename Put>
+struct TileProduct {
+  const int32_t *x, *weight;
+  int64_t depth;
+  Put put;
+
+  // One strip reads the weight once: up to 48 rows, three tiles of them, are worth that.
+  static int64_t most(int64_t m) { return (m <= 3 * tiles::SIDE ? 3 : 2) * tiles::SIDE; }
+
+  void strip(int64_t row, int64_t rows, int64_t block, int64_t end) const {
+    if (rows <= tiles::SIDE)
+      strip_of<1>({row, rows, rows}, block, end);
+    else if (rows <= 2 * tiles::SIDE)
+      strip_of<2>({row, rows, (rows + 1) / 2}, block, end);
+    else
+      strip_of<3>({row, rows, (rows + 2) / 3}, block, end);
+  }
+
+ private:
+  // `count` rows from `first` on, `each` in a tile but in the last.
+  struct Rows {
+    int64_t first, count, each;
+
+    int64_t in(int tile) const { return std::min(each, count - tile * each); }
+  };
+
+  // A tiles of rows with B blocks of outputs: the sums, the rows, and the weight in what is left.
+  template <int A, int B>
+  void use_sizes(const Rows& rows) const {
+    tiles::Sizes sizes;
+    for (int i = 0; i < A * B; ++i) sizes.set(i, rows.in(i / B), LANES);
+    for (int i = 0; i < A; ++i) sizes.set(A * B + i, rows.in(i), tiles::SIDE);
+    for (int i = A * B + A; i < 8; ++i) sizes.set(i, tiles::SIDE, LANES);
+    sizes.use();
+  }
+
+  template <int A, int B>
+  void multiply(const Rows& rows, int64_t block) const {
+    using namespace tiles;
+    constexpr int ROWS = A * B, WEIGHTS = ROWS + A;
+    each<A * B>([](auto i) { zero<i>(); });
+    for (int64_t p = 0; p < depth; p += SIDE) {
+      each<A>([&](auto a) { load<ROWS + a>(x + (rows.first + a * rows.each) * depth + p, depth); });
+      each<B>([&](auto b) {
+        const int32_t* from = weight + (block + b) * depth * LANES;
+        if (rows.first == 0)
+          for (int64_t i = p; i < p + SIDE; ++i) fetch_ahead<B>(from, i, depth);
+        constexpr int WEIGHT = WEIGHTS + b % (8 - WEIGHTS);
+        load<WEIGHT>(from + p * LANES, LANES);
+        each<A>([&](auto a) { Kind::template add<a * B + b, ROWS + a, WEIGHT>(); });
+      });
+    }
+    each<A * B>([&](auto i) {
+      typename Kind::Sum sums[SIDE];
+      store<i>(sums, LANES);
+      int64_t row = rows.first + i / B * rows.each, column = (block + i % B) * LANES;
+      for (int64_t m = 0; m < rows.in(i / B); ++m)
+        put.put(row + m, column, std::min(put.n - column, LANES), sums[m]);
+    });
+  }
+
+  template <int A>
+  void strip_of(const Rows& rows, int64_t block, int64_t end) const {
+    constexpr int B = A > 2 ? 1 : 4 / A;
+    use_sizes<A, B>(rows);
+    for (; block + B <= end; block += B) multiply<A, B>(rows, block);
+    if (block < end) use_sizes<A, 1>(rows);
+    for (; block < end; ++block) multiply<A, 1>(rows, block);
+    tiles::release();
+  }
+};
+
+struct Bfloat16Tiles {
+  using Sum = Floats;
+  template <int SUM, int ROWS, int WEIGHT>
+  static void add() {
+    tiles::add_bfloat16<SUM, ROWS, WEIGHT>();
+  }
+};
+
+struct Int8Tiles {
+  using Sum = Ints;
+  template <int SUM, int ROWS, int WEIGHT>
+  static void add() {
+    tiles::add_bytes<SUM, ROWS, WEIGHT>();
+  }
+};
+
+inline bool fill_tiles(int64_t depth) { return depth % tiles::SIDE == 0 && tiles::are_allowed(); }
+#endif
 
 // All of m rows and of a weight's blocks, of `depth` words each, by the threads of the team.
 template <typename Work>
 void multiply(const Work& work, int64_t m, int64_t blocks, int64_t depth) {
-  if (m)
-    in_strips(work, m, blocks, GRAIN / (depth * LANES),
-              std::make_integer_sequence<int, MOST_ROWS>());
+  if (!m) return;
+  int64_t strips = (m + work.most(m) - 1) / work.most(m), rows = (m + strips - 1) / strips;
+  int64_t grain = std::max<int64_t>(1, GRAIN / (depth * LANES) / 4);
+  // In fours, as many as are multiplied beside each other.
+  ::parallel_for(0, (blocks + 3) / 4, grain, [&](int64_t begin, int64_t end) {
+    int64_t last = std::min(4 * end, blocks);
+    for (int64_t block = 4 * begin; block < last; block += BLOCKS)
+      for (int64_t row = 0; row < m; row += rows)
+        work.strip(row, std::min(rows, m - row), block, std::min(block + BLOCKS, last));
+  });
 }
 
 // Room for a weight, in the largest pages that the system gives: a pass reads all of them, and looks
@@ -291,12 +392,19 @@ Tensor product(const Tensor& given, const Tensor& weight, const std::optional<Te
   Tensor x = given.contiguous(), out = at::empty({x.size(0), n}, x.options());
   int64_t m = x.size(0), depth = weight.size(1);
   TORCH_CHECK(given.size(1) == depth * weight.size(3), "x: as many columns as the weight");
+  Plain put{written(out, bias), n};
   auto by = [&](auto kind) {
-    using Work = Product<decltype(kind), Plain>;
-    Work work{data<int32_t>(x), data<int32_t>(weight), depth, {written(out, bias), n}};
-    multiply(work, m, weight.size(0), depth);
+    multiply(Product<decltype(kind), Plain>{data<int32_t>(x), data<int32_t>(weight), depth, put}, m,
+             weight.size(0), depth);
     return out;
   };
+#ifdef HAS_TILES
+  if (half && narrow && fill_tiles(depth)) {
+    multiply(TileProduct<Bfloat16Tiles, Plain>{data<int32_t>(x), data<int32_t>(weight), depth, put}, m,
+             weight.size(0), depth);
+    return out;
+  }
+#endif
 #ifdef __AVX512BF16__
   if (half && narrow) return by(Bfloat16{});
 #endif
@@ -360,13 +468,22 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
   TORCH_CHECK(given.size(1) == 4 * weight.size(1), "x: as many columns as the weight");
   Tensor x = given.contiguous(), out = at::empty({x.size(0), scale.size(0)}, x.options());
   Digits digits(x, 1);
+  const int32_t* words = data<int32_t>(weight);
+  int64_t depth = weight.size(1);
+  Scaled put{written(out, bias), scale.size(0), digits.units.data(), data<float>(scale),
+             data<int32_t>(shift)};
   std::vector<int16_t> parts;
-  const void* read = digits.bytes.data();
-  if (Int8::PARTS == 2) read = (parts = in_parts(digits.bytes)).data();
-  Product<Int8, Scaled> work{static_cast<const int32_t*>(read), data<int32_t>(weight), weight.size(1),
-                             {written(out, bias), scale.size(0), digits.units.data(),
-                              data<float>(scale), data<int32_t>(shift)}};
-  multiply(work, x.size(0), weight.size(0), weight.size(1));
+  const void* bytes = digits.bytes.data();
+#ifdef HAS_TILES
+  if (fill_tiles(depth)) {
+    TileProduct<Int8Tiles, Scaled> work{static_cast<const int32_t*>(bytes), words, depth, put};
+    multiply(work, x.size(0), weight.size(0), depth);
+    return out;
+  }
+#endif
+  if (Int8::PARTS == 2) bytes = (parts = in_parts(digits.bytes)).data();
+  Product<Int8, Scaled> work{static_cast<const int32_t*>(bytes), words, depth, put};
+  multiply(work, x.size(0), weight.size(0), depth);
   return out;
 }
 
@@ -438,11 +555,17 @@ struct Int4 {
   }
 
   template <int M>
-  void strip(int64_t row, int64_t block, int64_t end) const {
+  void strip_of(int64_t row, int64_t block, int64_t end) const {
     // With room for what a word is made into.
     constexpr int B = 2 * M <= REGISTERS / 2 - 2 ? 2 : 1;
     for (; block + B <= end; block += B) tile<M, B>(row, block);
     for (; block < end; ++block) tile<M, 1>(row, block);
+  }
+
+  static int64_t most(int64_t) { return MOST_ROWS; }
+
+  void strip(int64_t row, int64_t rows, int64_t block, int64_t end) const {
+    by_rows(*this, row, rows, block, end, std::make_integer_sequence<int, MOST_ROWS>());
   }
 };
 

@@ -23,7 +23,7 @@ from overlap_spec.models.quantization import (
 from overlap_spec.worker.graphs import TracedGraph
 from overlap_spec.worker.streams import pass_threads
 
-native = pytest.mark.skipif(not cpu.multiplies(), reason="no native products on this machine")
+native = pytest.mark.skipif(not cpu.native(), reason="no native products on this machine")
 DTYPES = [torch.float32, torch.bfloat16]
 # Of a row's sums: what float32 rounds, and bfloat16 its result.
 LEAST_OFF = {torch.float32: 4e-6, torch.bfloat16: 4e-3}

@@ -9,7 +9,7 @@ from overlap_spec import kernels
 from overlap_spec.kernels import cpu
 from overlap_spec.worker.streams import get_pass_threads, pass_threads
 
-pytestmark = pytest.mark.skipif(not cpu.multiplies(), reason="no native products on this machine")
+pytestmark = pytest.mark.skipif(not cpu.native(), reason="no native products on this machine")
 
 
 def test_many_teams_at_once_compute_what_one_thread_does() -> None:

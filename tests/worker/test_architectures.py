@@ -248,7 +248,7 @@ def test_experts_compute_the_tokens_that_chose_them(limit: float | None, packs: 
     wanted = one_by_one(layer, x)
     if packs:
         pack(layer)
-        assert isinstance(layer.experts, NativeExperts) == cpu.multiplies()
+        assert isinstance(layer.experts, NativeExperts) == cpu.native()
     torch.testing.assert_close(layer(x), wanted)
     each = torch.cat([layer(x[i : i + 1]) for i in range(11)])
     torch.testing.assert_close(each, wanted)
@@ -258,7 +258,7 @@ def test_experts_compute_the_tokens_that_chose_them(limit: float | None, packs: 
     assert layer(x[:0]).shape == (0, 16)
 
 
-@pytest.mark.skipif(not cpu.multiplies(), reason="no native products on this machine")
+@pytest.mark.skipif(not cpu.native(), reason="no native products on this machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("limit", [None, 1.5])
 def test_native_experts_give_a_token_the_same_bits_beside_any(

@@ -73,9 +73,9 @@ def test_alone_and_in_mixed_batches_of_8(plain: Engine, speculative: Engine, cou
 @pytest.mark.ci
 def test_in_bfloat16() -> None:
     """Exactly, where products are native: none depends on how many rows are computed with it.
-    oneDNN's may (with AMX): there law 8's bound holds. This model's rounding in bfloat16 moves
+    oneDNN's may: there law 8's bound holds. This model's rounding in bfloat16 moves
     log-probabilities by up to 0.2 from those in float32."""
-    bound = 0.0 if cpu.multiplies() else 0.25
+    bound = 0.0 if cpu.native() else 0.25
     asked = replace(GREEDY, logprobs=2)
     with Engine(algorithm="none", overlap="none", dtype="bfloat16") as plain:
         items = work(24)
