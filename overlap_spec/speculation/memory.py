@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -75,24 +77,13 @@ class DepthCounts:
 
 def expected(rates: Sequence[float]) -> float:
     """Accepted drafts of a run, by each depth's rate given that the one before it was accepted."""
-    share, accepted = 1.0, 0.0
-    for rate in rates:
-        share *= rate
-        accepted += share
-    return accepted
+    return sum(accumulate(rates, mul), 0.0)
 
 
 def slopes(rates: Sequence[float]) -> list[float]:
     """Derivatives of :func:`expected` by each rate."""
-    shares, share = [], 1.0
-    for rate in rates:
-        share *= rate
-        shares.append(share)
-    found, behind = [], 0.0
-    for rate, share in zip(reversed(rates), reversed(shares), strict=True):
-        behind += share
-        found.append(behind / max(rate, 1e-6))
-    return found[::-1]
+    sums = [0.0, *accumulate(accumulate(rates, mul))]
+    return [(sums[-1] - sums[n]) / max(rate, 1e-6) for n, rate in enumerate(rates)]
 
 
 def variance(rate: float, trials: float) -> float:
@@ -142,8 +133,13 @@ class Memory:
     """
 
     def __init__(self, tiers: Sequence[Tier], like: Memory | None = None) -> None:
-        self._tiers, depths = tiers, max(tier.steps for tier in tiers)
-        self._counts = {tier.top_k: DepthCounts(depths) for tier in tiers if tier.steps}
+        self._tiers, self._depths = tiers, max(tier.steps for tier in tiers)
+        # By width: each tier's place and depth, and what was seen.
+        self._steps: dict[int, list[tuple[int, int]]] = {}
+        for n, tier in enumerate(tiers):
+            if tier.steps:
+                self._steps.setdefault(tier.top_k, []).append((n, tier.steps))
+        self._counts = {width: DepthCounts(self._depths) for width in self._steps}
         # Rates and deviations of each width by depth, until something more is known.
         self._found: dict[int, tuple[list[float], list[float]]] = {}
         self._drifts = Drift(1), Drift(-1)
@@ -170,14 +166,16 @@ class Memory:
     def weigh(self) -> tuple[Vector, Vector]:
         """Accepted drafts of a run of each tier, ``(tiers,)``, and what one standard deviation of
         each width's and depth's rate would change of it, ``(tiers, rates)``."""
-        widths, depths = list(self._counts), max(tier.steps for tier in self._tiers)
         accepted = np.zeros(len(self._tiers))
-        by_rate = np.zeros((len(self._tiers), len(widths), depths))
-        for n, (steps, width) in enumerate((t.steps, t.top_k) for t in self._tiers):
-            if steps:
-                rates, deviations = (each[:steps] for each in self._family(width))
-                accepted[n] = expected(rates)
-                by_rate[n, widths.index(width), :steps] = np.multiply(slopes(rates), deviations)
+        by_rate = np.zeros((len(self._tiers), len(self._counts), self._depths))
+        for w, width in enumerate(self._counts):
+            rates, deviations = self._family(width)
+            # As :func:`slopes` of each depth, whose runs begin alike.
+            sums = [0.0, *accumulate(accumulate(rates, mul))]
+            units = [each / max(rate, 1e-6) for each, rate in zip(deviations, rates, strict=True)]
+            for n, steps in self._steps[width]:
+                accepted[n] = total = sums[steps]
+                by_rate[n, w, :steps] = [(total - sums[d]) * units[d] for d in range(steps)]
         return accepted, by_rate.reshape(len(self._tiers), -1)
 
     def _change(self, tier: Tier, runs: Sequence[int]) -> Iterable[Verify] | None:
