@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -208,40 +209,25 @@ constexpr int side_by_side() {
   return 1;
 }
 
-// A strip of rows from `row` on: each number of them has its own code.
-template <typename Work, int... LESS>
-void by_rows(const Work& work, int64_t row, int64_t rows, int64_t block, int64_t end,
-             std::integer_sequence<int, LESS...>) {
-  using Strip = void (Work::*)(int64_t, int64_t, int64_t) const;
-  constexpr Strip STRIPS[] = {&Work::template strip_of<LESS + 1>...};
-  (work.*STRIPS[rows - 1])(row, block, end);
-}
-
 template <typename Kind, typename Put>
 struct Product {
   const int32_t *x, *weight;
   int64_t depth;
   Put put;
 
-  static int64_t most(int64_t) { return MOST_ROWS; }
-
   template <int M>
-  void strip_of(int64_t row, int64_t block, int64_t end) const {
+  void strip(int64_t row, int64_t block, int64_t end) const {
     constexpr int B = side_by_side<M>();
     const int32_t* from = x + row * depth * Kind::PARTS;
     for (; block + B <= end; block += B)
       tile<Kind, M, B>(from, weight, depth, row, block, put);
     for (; block < end; ++block) tile<Kind, M, 1>(from, weight, depth, row, block, put);
   }
-
-  void strip(int64_t row, int64_t rows, int64_t block, int64_t end) const {
-    by_rows(*this, row, rows, block, end, std::make_integer_sequence<int, MOST_ROWS>());
-  }
 };
 
 #ifdef HAS_TILES
-// The same by tiles, of depths that fill them.
-template <typename Kind, typename Put>
+// The same by tiles, of depths that fill them: of bytes where sums are integers, else of bfloat16.
+template <typename Sum, typename Put>
 struct TileProduct {
   const int32_t *x, *weight;
   int64_t depth;
@@ -290,11 +276,16 @@ struct TileProduct {
           for (int64_t i = p; i < p + SIDE; ++i) fetch_ahead<B>(from, i, depth);
         constexpr int WEIGHT = WEIGHTS + b % (8 - WEIGHTS);
         load<WEIGHT>(from + p * LANES, LANES);
-        each<A>([&](auto a) { Kind::template add<a * B + b, ROWS + a, WEIGHT>(); });
+        each<A>([&](auto a) {
+          if constexpr (std::is_same_v<Sum, Ints>)
+            add_bytes<a * B + b, ROWS + a, WEIGHT>();
+          else
+            add_bfloat16<a * B + b, ROWS + a, WEIGHT>();
+        });
       });
     }
     each<A * B>([&](auto i) {
-      typename Kind::Sum sums[SIDE];
+      Sum sums[SIDE];
       store<i>(sums, LANES);
       int64_t row = rows.first + i / B * rows.each, column = (block + i % B) * LANES;
       for (int64_t m = 0; m < rows.in(i / B); ++m)
@@ -313,39 +304,45 @@ struct TileProduct {
   }
 };
 
-struct Bfloat16Tiles {
-  using Sum = Floats;
-  template <int SUM, int ROWS, int WEIGHT>
-  static void add() {
-    tiles::add_bfloat16<SUM, ROWS, WEIGHT>();
-  }
-};
-
-struct Int8Tiles {
-  using Sum = Ints;
-  template <int SUM, int ROWS, int WEIGHT>
-  static void add() {
-    tiles::add_bytes<SUM, ROWS, WEIGHT>();
-  }
-};
-
 inline bool fill_tiles(int64_t depth) { return depth % tiles::SIDE == 0 && tiles::are_allowed(); }
 #endif
 
-// All of m rows and of a weight's blocks, of `depth` words each, by the threads of the team.
-template <typename Work>
-void multiply(const Work& work, int64_t m, int64_t blocks, int64_t depth) {
+// Call `strip` with all of m rows, at most `most` at once, and of a weight's blocks, of `depth` words
+// each, by the threads of the team.
+template <typename Strip>
+void in_strips(int64_t m, int64_t most, int64_t blocks, int64_t depth, const Strip& strip) {
   if (!m) return;
-  int64_t strips = (m + work.most(m) - 1) / work.most(m), rows = (m + strips - 1) / strips;
+  int64_t parts = (m + most - 1) / most, rows = (m + parts - 1) / parts;
   int64_t grain = std::max<int64_t>(1, GRAIN / (depth * LANES) / 4);
   // In fours, as many as are multiplied beside each other.
   ::parallel_for(0, (blocks + 3) / 4, grain, [&](int64_t begin, int64_t end) {
     int64_t last = std::min(4 * end, blocks);
     for (int64_t block = 4 * begin; block < last; block += BLOCKS)
       for (int64_t row = 0; row < m; row += rows)
-        work.strip(row, std::min(rows, m - row), block, std::min(block + BLOCKS, last));
+        strip(row, std::min(rows, m - row), block, std::min(block + BLOCKS, last));
   });
 }
+
+// By vectors, whose strips have code of their own for each number of rows.
+template <typename Work>
+void multiply(const Work& work, int64_t m, int64_t blocks, int64_t depth) {
+  [&]<int... LESS>(std::integer_sequence<int, LESS...>) {
+    using Strip = void (Work::*)(int64_t, int64_t, int64_t) const;
+    constexpr Strip STRIPS[] = {&Work::template strip<LESS + 1>...};
+    in_strips(m, MOST_ROWS, blocks, depth, [&](int64_t row, int64_t rows, int64_t block, int64_t end) {
+      (work.*STRIPS[rows - 1])(row, block, end);
+    });
+  }(std::make_integer_sequence<int, MOST_ROWS>());
+}
+
+#ifdef HAS_TILES
+template <typename Sum, typename Put>
+void multiply(const TileProduct<Sum, Put>& work, int64_t m, int64_t blocks, int64_t depth) {
+  in_strips(m, work.most(m), blocks, depth, [&](int64_t row, int64_t rows, int64_t block, int64_t end) {
+    work.strip(row, rows, block, end);
+  });
+}
+#endif
 
 // Room for a weight, in the largest pages that the system gives: a pass reads all of them, and looks
 // few up.
@@ -400,7 +397,7 @@ Tensor product(const Tensor& given, const Tensor& weight, const std::optional<Te
   };
 #ifdef HAS_TILES
   if (half && narrow && fill_tiles(depth)) {
-    multiply(TileProduct<Bfloat16Tiles, Plain>{data<int32_t>(x), data<int32_t>(weight), depth, put}, m,
+    multiply(TileProduct<Floats, Plain>{data<int32_t>(x), data<int32_t>(weight), depth, put}, m,
              weight.size(0), depth);
     return out;
   }
@@ -476,7 +473,7 @@ Tensor int8_product(const Tensor& given, const Tensor& weight, const Tensor& sca
   const void* bytes = digits.bytes.data();
 #ifdef HAS_TILES
   if (fill_tiles(depth)) {
-    TileProduct<Int8Tiles, Scaled> work{static_cast<const int32_t*>(bytes), words, depth, put};
+    TileProduct<Ints, Scaled> work{static_cast<const int32_t*>(bytes), words, depth, put};
     multiply(work, x.size(0), weight.size(0), depth);
     return out;
   }
@@ -555,17 +552,11 @@ struct Int4 {
   }
 
   template <int M>
-  void strip_of(int64_t row, int64_t block, int64_t end) const {
+  void strip(int64_t row, int64_t block, int64_t end) const {
     // With room for what a word is made into.
     constexpr int B = 2 * M <= REGISTERS / 2 - 2 ? 2 : 1;
     for (; block + B <= end; block += B) tile<M, B>(row, block);
     for (; block < end; ++block) tile<M, 1>(row, block);
-  }
-
-  static int64_t most(int64_t) { return MOST_ROWS; }
-
-  void strip(int64_t row, int64_t rows, int64_t block, int64_t end) const {
-    by_rows(*this, row, rows, block, end, std::make_integer_sequence<int, MOST_ROWS>());
   }
 };
 

@@ -75,15 +75,21 @@ class DepthCounts:
         return rates, trials
 
 
+def sums(rates: Sequence[float]) -> list[float]:
+    """Accepted drafts of a run of each length, from 0 on, by each depth's rate given that the one
+    before it was accepted."""
+    return [0.0, *accumulate(accumulate(rates, mul))]
+
+
 def expected(rates: Sequence[float]) -> float:
-    """Accepted drafts of a run, by each depth's rate given that the one before it was accepted."""
-    return sum(accumulate(rates, mul), 0.0)
+    """Accepted drafts of a run as long as ``rates``, see :func:`sums`."""
+    return sums(rates)[-1]
 
 
 def slopes(rates: Sequence[float]) -> list[float]:
     """Derivatives of :func:`expected` by each rate."""
-    sums = [0.0, *accumulate(accumulate(rates, mul))]
-    return [(sums[-1] - sums[n]) / max(rate, 1e-6) for n, rate in enumerate(rates)]
+    found = sums(rates)
+    return [(found[-1] - found[n]) / max(rate, 1e-6) for n, rate in enumerate(rates)]
 
 
 def variance(rate: float, trials: float) -> float:
@@ -171,11 +177,11 @@ class Memory:
         for w, width in enumerate(self._counts):
             rates, deviations = self._family(width)
             # As :func:`slopes` of each depth, whose runs begin alike.
-            sums = [0.0, *accumulate(accumulate(rates, mul))]
+            found = sums(rates)
             units = [each / max(rate, 1e-6) for each, rate in zip(deviations, rates, strict=True)]
             for n, steps in self._steps[width]:
-                accepted[n] = total = sums[steps]
-                by_rate[n, w, :steps] = [(total - sums[d]) * units[d] for d in range(steps)]
+                accepted[n] = total = found[steps]
+                by_rate[n, w, :steps] = [(total - found[d]) * units[d] for d in range(steps)]
         return accepted, by_rate.reshape(len(self._tiers), -1)
 
     def _change(self, tier: Tier, runs: Sequence[int]) -> Iterable[Verify] | None:
