@@ -57,16 +57,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p overlap_spec -p bench -p examples.embedded_model -m tests.support.typed_arguments
 
-$(STAMP): pyproject.toml
+$(STAMP): EXTRAS := dev
+$(TESTED): EXTRAS := dev,cluster
+$(STAMP) $(TESTED): pyproject.toml
 	@echo "installing into $(VENV): some minutes the first time, with nothing printed until it is done"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
-	touch $@
-
-$(TESTED): $(STAMP)
-	@echo "installing Ray"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev,cluster]"
-	touch $@
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[$(EXTRAS)]"
+	touch $(STAMP) $@
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

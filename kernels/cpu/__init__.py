@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 SOURCE = "kernels.cpp"
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp")
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-fopenmp", "-ffp-contract=off")
 # Of the processor.
 NEEDED = frozenset(("avx2", "fma"))
 # Intel's cores begin a product of bfloat16 in every second cycle and two of float32 in each, which

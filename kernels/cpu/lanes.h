@@ -113,6 +113,18 @@ inline Ints add_bytes(Ints a, Ints b) {
 #endif
 }
 
+// a * b + c, rounded once: FLAGS let the compiler make none by itself, as GCC's would go by how a loop
+// was unrolled, and a row's bits with that by the number of rows.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+inline Floats fused(Floats a, Floats b, float c) { return fused(a, b, all(c)); }
+inline Floats fused(Floats a, float b, Floats c) { return fused(a, all(b), c); }
+
 // The lowest bytes of the first `count` integers.
 inline void store_bytes(uint8_t* to, Ints x, int64_t count) {
   Bytes bytes = __builtin_convertvector(x, Bytes);
@@ -188,16 +200,16 @@ inline auto most(Vector x) {
 inline Floats exp(Floats x) {
   Ints tiny = x < -87.3f;
   Floats y = choose(x > 88.3f, all(88.3f), choose(tiny, all(-87.3f), x));
-  Floats n = y * 1.44269504f + 12582912.0f;
+  Floats n = fused(y, all(1.44269504f), 12582912.0f);
   Ints power = (Ints)n << 23;
   n -= 12582912.0f;
-  Floats r = y - n * 0.693359375f + n * 2.12194440e-4f;
-  Floats p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  Floats r = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, y));
+  Floats p = fused(all(1.9875691500e-4f), r, 1.3981999507e-3f);
+  p = fused(p, r, 8.3334519073e-3f);
+  p = fused(p, r, 4.1665795894e-2f);
+  p = fused(p, r, 1.6666665459e-1f);
+  p = fused(p, r, 5.0000001201e-1f);
+  p = fused(p * r, r, r) + 1.0f;
   return choose(tiny, all(0), (Floats)((Ints)p + power));
 }
 
@@ -206,15 +218,16 @@ inline Floats log(Floats x) {
   // As an exponent and a number between the roots of 1/2 and of 2.
   Ints power = ((Ints)x - 0x3f3504f3) >> 23;
   Floats r = (Floats)((Ints)x - (power << 23)) - 1.0f, n = __builtin_convertvector(power, Floats);
-  Floats p = 7.0376836292e-2f * r - 1.1514610310e-1f;
-  p = p * r + 1.1676998740e-1f;
-  p = p * r - 1.2420140846e-1f;
-  p = p * r + 1.4249322787e-1f;
-  p = p * r - 1.6668057665e-1f;
-  p = p * r + 2.0000714765e-1f;
-  p = p * r - 2.4999993993e-1f;
-  p = p * r + 3.3333331174e-1f;
-  return p * r * r * r - 2.12194440e-4f * n - 0.5f * r * r + r + 0.693359375f * n;
+  Floats p = fused(all(7.0376836292e-2f), r, -1.1514610310e-1f);
+  p = fused(p, r, 1.1676998740e-1f);
+  p = fused(p, r, -1.2420140846e-1f);
+  p = fused(p, r, 1.4249322787e-1f);
+  p = fused(p, r, -1.6668057665e-1f);
+  p = fused(p, r, 2.0000714765e-1f);
+  p = fused(p, r, -2.4999993993e-1f);
+  p = fused(p, r, 3.3333331174e-1f);
+  Floats square = r * r, low = fused(square, -0.5f, fused(n, -2.12194440e-4f, p * r * square));
+  return fused(n, 0.693359375f, low + r);
 }
 
 inline Floats tanh(Floats x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }

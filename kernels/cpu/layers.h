@@ -55,7 +55,8 @@ void norm(float* row, int64_t number, const Weight& weight) {
   Floats squares[2] = {};
   for (int64_t i = 0; i < size; i += LANES) {
     Floats x = load(row + i, size - i);
-    squares[i / LANES % 2] += x * x;
+    Floats& square = squares[i / LANES % 2];
+    square = lanes::fused(x, x, square);
   }
   float factor = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / size + weight.eps);
   int64_t start = number % weight.count * size;
@@ -130,7 +131,7 @@ Floats silu(Floats x) { return x / (1.0f + lanes::exp(-x)); }
 
 // (1 + tanh(y)) / 2 is 1 / (1 + exp(-2 y)).
 Floats gelu(Floats x) {
-  Floats twice = 1.5957691216f * (x + 0.044715f * x * x * x);
+  Floats twice = 1.5957691216f * lanes::fused(0.044715f * x * x, x, x);
   return x / (1.0f + lanes::exp(-twice));
 }
 
@@ -297,7 +298,8 @@ inline void score(const float* query, const float* keys, int64_t wide, float* sc
     for (int64_t j = 0; j < LANES; ++j) {
       const float* key = keys + (start + j) * wide;
       Floats dot = load(query) * load(key);
-      for (int64_t i = LANES; i < wide; i += LANES) dot += load(query + i) * load(key + i);
+      for (int64_t i = LANES; i < wide; i += LANES)
+        dot = lanes::fused(load(query + i), load(key + i), dot);
       dots[j] = dot;
     }
     store(scores + start, lanes::sums(dots));
@@ -309,7 +311,8 @@ inline void add_values(float* sums, const float* values, const float* weights, f
                        int64_t wide, int64_t stride, int64_t count) {
   for (int64_t i = 0; i < wide; i += LANES) {
     Floats sum = load(sums + i) * kept;
-    for (int64_t j = 0; j < count; ++j) sum += weights[j] * load(values + j * stride + i);
+    for (int64_t j = 0; j < count; ++j)
+      sum = lanes::fused(load(values + j * stride + i), weights[j], sum);
     store(sums + i, sum);
   }
 }

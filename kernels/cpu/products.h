@@ -531,7 +531,8 @@ struct Int4 {
     for (int b = 0; b < B; ++b) {
       int64_t at = ((block + b) * groups + g) * LANES;
       Floats scale = lanes::load(scales + at);
-      for (int m = 0; m < M; ++m) sums[m][b] += __builtin_convertvector(found[m][b], Floats) * scale;
+      for (int m = 0; m < M; ++m)
+        sums[m][b] = lanes::fused(__builtin_convertvector(found[m][b], Floats), scale, sums[m][b]);
     }
   }
 
@@ -542,7 +543,8 @@ struct Int4 {
       Floats sums[M][B] = {};
       for (int64_t i = 0; i < span; ++i) add<M, B>(sums, row, block, g + i);
       for (int m = 0; m < M; ++m)
-        for (int b = 0; b < B; ++b) totals[m][b] += sums[m][b] * units[((row + m) * groups + g) / span];
+        for (int b = 0; b < B; ++b)
+          totals[m][b] = lanes::fused(sums[m][b], units[((row + m) * groups + g) / span], totals[m][b]);
     }
     for (int b = 0; b < B; ++b) {
       int64_t column = (block + b) * LANES;
