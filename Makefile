@@ -1,4 +1,6 @@
 PYTHON ?= python3
+# What Python and pytest compile is kept, whatever the machine says: to collect all tests takes half.
+export PYTHONDONTWRITEBYTECODE :=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed

@@ -11,7 +11,7 @@ from bench.common import ROOT, samples_path
 from overlap_spec.config import drafter_names
 
 QUESTIONS = ROOT / "bench" / "data" / "questions.jsonl"
-ROWS = ("greedy, chain of 5", "temperature 1, chain of 5")
+ROWS = ("greedy, chain of 5",)
 Found = tuple[dict[str, Any], list[dict[str, Any]]]
 
 

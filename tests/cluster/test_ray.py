@@ -29,7 +29,16 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 CHAT = "/v1/chat/completions"
-FLAGS = ("--replicas", "2", "--cpus-per-replica", "0.5", "--max-running-requests", "4")
+FLAGS = (
+    "--replicas",
+    "2",
+    "--cpus-per-replica",
+    "0.5",
+    "--max-running-requests",
+    "4",
+    "--drain-timeout-s",
+    "60",
+)
 # "HOST:PORT PID": a Ray cluster that runs already, on this machine alone, and its raylet's process.
 GIVEN = os.environ.get("OVERLAP_SPEC_TEST_RAY", "").split()
 if GIVEN:
@@ -286,7 +295,6 @@ def test_a_replica_that_is_killed_costs_no_wrong_answer(
     wait_for(lambda: not any(alive(pid) for pid in orphans), 60)
 
 
-@pytest.mark.ci
 def test_replacing_all_replicas_loses_nothing(server: Server, expected: list[str]) -> None:
     before = ready(server)
     assert len(before) == 2
@@ -301,9 +309,8 @@ def test_replacing_all_replicas_loses_nothing(server: Server, expected: list[str
     assert set(load.counts) == {"200", "whole"}
 
 
-@pytest.mark.ci
-def test_it_drains_when_it_ends() -> None:
-    server = Server(*FLAGS, "--drain-timeout-s", "60")
+def test_it_drains_when_it_ends(server: Server) -> None:
+    """The last test: the server is gone then."""
     processes = below(server)
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1000}
     body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}

@@ -13,7 +13,7 @@ from tests.support.checkpoints import renumber
 from tests.support.layouts import LAYOUTS, write
 from tests.support.mtp import write_module
 from tests.support.policies import share_nodes
-from tests.support.tiers import few
+from tests.support.tiers import few, pairs
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_steps": 4},
@@ -88,10 +88,14 @@ def plain(tiny: dict[str, Any]) -> list[Output]:
         return answer(engine)
 
 
-EVERY = [(kind, shape, *way) for kind in KINDS for shape in SHAPES for way in WAYS]
 # Others have an engine's everyday test in a file of their own.
-EVERYDAY = {"draft_model of the target": "tree", "slots,suffix": "ragged", "parallel": "chain",
-    "eagle": "tree"}  # fmt: skip
+EVERYDAY = [
+    (kind, shape, WAYS[0])
+    for kind, shape in [
+        ("draft_model of the target", "tree"), ("slots,suffix", "ragged"), ("parallel", "chain"),
+        ("eagle", "tree"),
+    ]
+]  # fmt: skip
 
 
 def test_no_drafter_is_left_out(folders: dict[str, str]) -> None:
@@ -100,8 +104,9 @@ def test_no_drafter_is_left_out(folders: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape", "company", "overlap"),
-    few(EVERY, *((kind, shape, *WAYS[0]) for kind, shape in EVERYDAY.items())),
+    ("kind", "shape", "way"),
+    few(pairs(KINDS, SHAPES, WAYS, given=EVERYDAY), *EVERYDAY),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_drafts_change_nothing(
     tiny: dict[str, Any],
@@ -110,10 +115,10 @@ def test_drafts_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     shape: str,
-    company: str,
-    overlap: str,
+    way: tuple[str, str],
 ) -> None:
     """Text, end and log-probabilities of nine requests are plain decoding's."""
+    company, overlap = way
     settings = {**settings_of(tiny, folders, kind), **SHAPES[shape], "overlap": overlap}
     with Engine(**settings, context_length=256) as engine:
         if shape == "ragged":

@@ -68,17 +68,9 @@ def check(work: Work, capability: int, folder: Path) -> Figures:
     return found
 
 
-@pytest.mark.parametrize("capability", [89, 90])
-@pytest.mark.parametrize("what", ["tree of 16", "tree of 64", "prefill"])
-def test_two_copies_are_under_way_while_a_block_is_computed(
-    what: str, capability: int, tmp_path: Path
-) -> None:
-    check(works(128)[what], capability, tmp_path)
-
-
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_two_copies_are_under_way_everywhere(
+def test_two_copies_are_under_way_while_a_block_is_computed(
     head_dim: int, capability: int, tmp_path: Path
 ) -> None:
     for work in works(head_dim).values():

@@ -26,7 +26,7 @@ from tests.support import chaos, checkpoints
 from tests.support.held_graphs import all_columns, change_traits, held_graphs
 from tests.support.models import HYBRID
 from tests.support.race import PLAIN_NUMPY, PLAIN_TOLIST, ClockEvent, ClockStreams, Watch, World
-from tests.support.tiers import few
+from tests.support.tiers import few, pairs
 
 
 @pytest.fixture(autouse=True)
@@ -192,11 +192,10 @@ def test_uploads_are_the_streams_own(tiny: dict[str, str], monkeypatch: pytest.M
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("mode", ["once-sync", "double-sync", "none"])
-@pytest.mark.parametrize("room", chaos.ROOM)
-@pytest.mark.parametrize("tier", chaos.TIERS)
+@pytest.mark.parametrize(
+    ("tier", "room", "mode", "held", "ahead"),
+    pairs(chaos.TIERS, chaos.ROOM, chaos.MODES, (False, True), (False, True)),
+)
 def test_no_stream_races_another_in_any_mode(
     tiny: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,

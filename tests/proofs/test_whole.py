@@ -13,8 +13,8 @@ from tests.support.whole import Said, answers, launches
 
 # In bfloat16 a sum in another order moves a logit by this, at most: law 8's bound.
 CLOSE_LOGPROBS = 0.15
-CHAIN: dict[str, Any] = {"num_steps": 3}
-TREE: dict[str, Any] = {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 9}
+CHAIN: dict[str, Any] = {"num_steps": 2}
+TREE: dict[str, Any] = {"num_steps": 2, "eagle_topk": 3, "num_draft_tokens": 6}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
 WINDOW = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 6
@@ -45,34 +45,14 @@ def alike(got: list[Said], want: list[Said], bound: float) -> None:
             assert best[at][0] - best[at][1] <= bound, (mine, its, best[at])
 
 
-@pytest.mark.ci
-def test_a_tree_says_what_it_says_on_torchs_kernels(
-    tiny: dict[str, Any], tmp_path: Path, interpreter: ProcessPoolExecutor
-) -> None:
-    """Two layers, a request under a grammar beside one that is free, both with drafts."""
-    checkpoints.write_target(tmp_path / "target", num_hidden_layers=2)
-    checkpoints.write_head(tmp_path / "eagle3", layers=(-1, 0, 1))
-    settings = {**tiny, "model": str(tmp_path / "target"), "draft": str(tmp_path / "eagle3")}
-    settings |= {"num_steps": 2, "eagle_topk": 2, "num_draft_tokens": 5, "overlap": "none"}
-    got, want = (
-        interpreter.submit(answers, kernels, settings, 2, 6).result()
-        for kernels in ("triton", "reference")
-    )
-    alike(got, want, 0.0)
-    assert len(want[0][0]) == 6
-
-
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     # The target's changes, settings, and whether passes are recorded.
-    "chain": ({}, {**CHAIN, "overlap": "once-sync"}, False),
-    "chain, recorded": ({}, {**CHAIN, "overlap": "none"}, True),
-    "tree": ({}, {**TREE, "overlap": "once-sync"}, False),
-    "tree, recorded": ({}, {**TREE, "overlap": "once-sync"}, True),
-    "tree in bfloat16": ({}, {**TREE, "dtype": "bfloat16"}, False),
+    "chain": ({}, {**CHAIN, "overlap": "none"}, True),
+    "tree": ({}, TREE, False),
+    "tree, recorded": ({}, TREE, True),
     "tree in bfloat16, recorded": ({}, {**TREE, "dtype": "bfloat16"}, True),
     "chain in a window, in bfloat16": (WINDOW, {**CHAIN, "dtype": "bfloat16"}, False),
     "tree in a window": (WINDOW, TREE, True),
-    "tree, norms of queries and keys": (QWEN3, TREE, True),
     "tree, norms of queries and keys, in bfloat16": (QWEN3, {**TREE, "dtype": "bfloat16"}, False),
     "chain, caps and sandwich norms": (CAPS, CHAIN, False),
     "several lengths": ({}, {"adaptive": "default"}, True),
@@ -85,10 +65,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
 
 def prepare(tiny: dict[str, Any], folder: Path, name: str) -> tuple[dict[str, Any], bool]:
     changes, settings, held = CASES[name]
-    settings = {**tiny, **settings}
-    if changes:
-        checkpoints.write_target(folder / "target", **changes)
-        settings["model"] = str(folder / "target")
+    model, draft = folder / "target", folder / "eagle3"
+    checkpoints.write_target(model, num_hidden_layers=2, **changes)
+    checkpoints.write_head(draft, layers=(-1, 0, 1))
+    settings = {**tiny, "model": str(model), "draft": str(draft), **settings}
     if settings.get("algorithm") == "draft_model":
         checkpoints.write_target(folder / "small", seed=5, num_hidden_layers=1)
         settings["draft"] = str(folder / "small")
@@ -104,7 +84,7 @@ def test_text_is_that_of_torchs_kernels(
     """Greedy and sampled, free and under grammars, filtered, penalised and biased, four at once."""
     settings, held = prepare(tiny, tmp_path, name)
     got, want = (
-        interpreter.submit(answers, kernels, settings, 4, 8, held).result()
+        interpreter.submit(answers, kernels, settings, 4, 5, held).result()
         for kernels in ("triton", "reference")
     )
     alike(got, want, CLOSE_LOGPROBS if settings.get("dtype") == "bfloat16" else 0.0)
@@ -119,7 +99,7 @@ def test_a_step_touches_its_arguments_alone(
     """Nor do two programs of a kernel touch what one of them writes, but for padding's page."""
     settings, held = prepare(tiny, tmp_path, name)
     before = checked.submit(launches).result()
-    for tokens, fault, _ in checked.submit(answers, "triton", settings, 4, 6, held).result():
+    for tokens, fault, _ in checked.submit(answers, "triton", settings, 4, 4, held).result():
         assert fault is None
         assert tokens
     assert checked.submit(launches).result() > before + 100

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from overlap_spec.kernels import cpu
 from tests.support.faulty_backend import limit_growth
 from tests.support.serving import Server, wait_for
 
@@ -45,14 +47,17 @@ def test_too_little_address_space_ends_in_a_message() -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of one mebibyte; skipped where none may be mounted."""
+    """A disk of two mebibytes, with the compiled kernels; skipped where none may be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=64", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=64", "tmpfs", str(folder)]
     try:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"mount: {error}")
+    if kernels := cpu.library():
+        (folder / "overlap-spec").mkdir()
+        shutil.copy(kernels._name, folder / "overlap-spec")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 

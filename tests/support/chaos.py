@@ -102,6 +102,7 @@ def check_laws(engine: Engine) -> None:
         assert sequence.stats.output_tokens == len(sequence.output_ids)
 
 
+MODES = ("once-sync", "double-sync", "none")
 TIERS: dict[str, dict[str, Any]] = {
     "plain": {"algorithm": "none"},
     "chain": {"num_steps": 3},

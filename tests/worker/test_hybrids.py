@@ -30,7 +30,7 @@ from tests.support.targets import (
     hold_drafts,
     texts,
 )
-from tests.support.tiers import few
+from tests.support.tiers import few, pairs
 
 CPU = torch.device("cpu")
 
@@ -74,16 +74,15 @@ def test_a_crowded_cache_costs_no_token(published: tuple[Any, Path]) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
-def test_four_thousand_tokens(published: tuple[Any, Path], shape: str) -> None:
+def test_four_thousand_tokens(published: tuple[Any, Path]) -> None:
     model, folder = published
     (prompt,) = texts(200)
     with Engine(str(folder), **COMMON, algorithm="none") as engine:
         (plain,) = ask(engine, [prompt], 4100)
     logits = model(torch.tensor([prompt + plain])).logits[0, len(prompt) - 1 : -1]
     assert plain == logits.argmax(-1).tolist()
-    with Engine(str(folder), **COMMON, **SHAPES[shape], algorithm=Knows([plain])) as engine:
+    with Engine(str(folder), **COMMON, **SHAPES["tree"], algorithm=Knows([plain])) as engine:
         assert ask(engine, [prompt], 4100) == [plain]
         (again,) = generate(engine, [prompt + plain[:4000]], 20)
     assert list(again.token_ids) == plain[4000:4020]
@@ -143,25 +142,27 @@ def plain(tiny: dict[str, Any], drafted: dict[str, str]) -> list[Output]:
     return answer({**tiny, "model": drafted["target"]})
 
 
-EVERY = [(name, shape) for name in DRAFTERS for shape in SHAPES]
+EVERYDAY = ("knows", "ragged", "once-sync")
 
 
-@pytest.mark.parametrize(("name", "shape"), few(EVERY, ("knows", "ragged")))
+@pytest.mark.parametrize(
+    ("name", "shape", "overlap"),
+    few(pairs(DRAFTERS, SHAPES, ("none", "once-sync"), given=[EVERYDAY]), EVERYDAY),
+)
 def test_drafts_change_nothing(
     name: str,
     shape: str,
+    overlap: str,
     tiny: dict[str, Any],
     drafted: dict[str, str],
     plain: list[Output],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = {**tiny, "model": drafted["target"], "draft": drafted[name]}
-    for overlap in ("none", "once-sync"):
-        algorithm = Knows([its.token_ids for its in plain]) if name == "knows" else name
-        own = {**settings, "algorithm": algorithm, "overlap": overlap}
-        outputs = hold_drafts(own, shape, plain, monkeypatch)
-        if name == "knows":
-            assert all(output.stats.accepted_drafts > 5 for output in outputs)
+    settings = {**tiny, "model": drafted["target"], "draft": drafted[name], "overlap": overlap}
+    algorithm = Knows([its.token_ids for its in plain]) if name == "knows" else name
+    outputs = hold_drafts({**settings, "algorithm": algorithm}, shape, plain, monkeypatch)
+    if name == "knows":
+        assert all(output.stats.accepted_drafts > 5 for output in outputs)
 
 
 @pytest.mark.parametrize(
