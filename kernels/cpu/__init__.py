@@ -2,7 +2,7 @@
 and products of a few rows, whose time is that of reading the weight.
 
 The files beside this one are compiled once a machine, for its processor, when they are first wanted
-(some 20 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where there is no
+(20 to 50 s), and kept in the user's cache (``$XDG_CACHE_HOME/overlap-spec``). Where there is no
 compiler torch's own operations run instead.
 """
 
@@ -123,7 +123,7 @@ def build(flags: frozenset[str]) -> Path:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++"))), None)
     if compiler is None:
         raise RuntimeError("there is no C++ compiler: install g++, or set CXX")
-    log.info("compiling kernels for this processor, once: some 20 s")
+    log.info("compiling kernels for this processor, once: 20 to 50 s")
     root = Path(torch.__file__).parent
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
