@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from overlap_spec.kernels import cpu
+from overlap_spec.caches import cache_folder
 from tests.support.faulty_backend import limit_growth
 from tests.support.serving import Server, wait_for
 
@@ -55,9 +55,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(mount, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"mount: {error}")
-    if kernels := cpu.library():
-        (folder / "overlap-spec").mkdir()
-        shutil.copy(kernels._name, folder / "overlap-spec")
+    (folder / "overlap-spec").mkdir()
+    compiled = cache_folder().glob("kernels-*.so")
+    for file in sorted(compiled, key=lambda file: file.stat().st_mtime)[-1:]:
+        shutil.copy(file, folder / "overlap-spec")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
