@@ -99,7 +99,7 @@ def test_a_step_touches_its_arguments_alone(
     """Nor do two programs of a kernel touch what one of them writes, but for padding's page."""
     settings, held = prepare(tiny, tmp_path, name)
     before = checked.submit(launches).result()
-    for tokens, fault, _ in checked.submit(answers, "triton", settings, 4, 4, held).result():
+    for tokens, fault, _ in checked.submit(answers, "triton", settings, 4, 5, held).result():
         assert fault is None
         assert tokens
     assert checked.submit(launches).result() > before + 100
