@@ -17,7 +17,7 @@ from overlap_spec.kernels.tuning import Config
 from tests.support.kernel_ir import KIB, SHARED_BYTES, Figures, figures, noted
 
 pytestmark = pytest.mark.ci
-# All head sizes on GPUs with the most and the least shared memory, one on those between.
+# All head sizes on a GPU of each size of shared memory, one where another has as much.
 PLACES = [*product((32, 64, 128, 256), (80, 90, 120)), (128, 89), (128, 100)]
 HALF = Draw(torch.device("cpu"), torch.bfloat16, 0)
 
